@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from hypothesis import strategies as st
+
 from stoker.data.batch import NUM_RAND, Batch
 
 

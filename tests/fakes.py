@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
+from stoker.models import MODELS, build
 from stoker.models.layers.convolutions import use_fused_convs
 from stoker.planning.fake_accelerator import (
     DEVICE,
@@ -32,16 +38,10 @@ from stoker.planning.fake_accelerator import (
     to_fake,
 )
 from stoker.planning.trace import FLOP
+from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
-from torch import Tensor, nn
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
-from stoker.models import MODELS, build
-from stoker.training import optim
 from tests.host_sync import ForbidHostSync
 
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5, mixup=0.0)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from stoker.hardware.device import allowed_host_syncs
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.hardware.device import allowed_host_syncs
 
 
 class HostSyncError(RuntimeError):

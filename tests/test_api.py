@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
+import stoker
 from stoker.config.settings import from_fields, from_toml
 from stoker_watch.cli.app import app
 from stoker_watch.errors import ConfigError, DataError, UsageError
 from stoker_watch.runs.records import CONFIG
-
-import stoker
 from tests.drawn import CLASSES, draw
 
 SMALL = {"max_duration": "6", "batch_size": 4, "image_size": (64, 64), "eval_every": "0", "precision": "fp32"}

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis.endings import endings
 from stoker_watch.diagnosis.engine import CATALOG
-
 from tests.fixtures.benchmarks import run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")

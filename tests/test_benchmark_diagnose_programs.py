@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-from stoker_watch.diagnosis.reference import all_entries
 
 from benchmarks.diagnosis import diagnose_programs
 from benchmarks.diagnosis.diagnose_edits import Changed, Edit
@@ -21,6 +20,7 @@ from benchmarks.diagnosis.diagnose_programs import (
     read_tables,
 )
 from benchmarks.diagnosis.wild.job import HEALTHY
+from stoker_watch.diagnosis.reference import all_entries
 
 USED = {
     "ultralytics/yolov5", "ultralytics/ultralytics", "pytorch/vision", "facebookresearch/detr",

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from stoker_watch.diagnosis.reference import all_entries
 
+from stoker_watch.diagnosis.reference import all_entries
 from tests.fixtures.benchmarks import FOLDER
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from stoker.hardware.device import SideStream, select_device
 
+from stoker.hardware.device import SideStream, select_device
 from tests.fixtures.benchmarks import FOLDER, run_quick
 
 

@@ -2,11 +2,11 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "packages"
+from tests import sources
+
 OWN_PIPE = {"data/loading/processes.py", "data/loading/process_main.py"}
 """Messages between the loader and the processes that it starts, over a socket and memory that they inherit."""
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "pandas", "pd"}
@@ -32,6 +32,7 @@ RIGHT = {
     ("launching/spec.py", "importlib.import_module"): "a module of stoker, by its table PLACES",
     ("recording/callbacks/__init__.py", "importlib.import_module"): "frameworks, named by the callers",
     ("__init__.py", "importlib.import_module"): "a module of stoker, by its table _HOME",
+    ("cli/trainer.py", "importlib.import_module"): "modules of the trainer, named by the callers",
     ("cli/quick_import.py", "importlib.import_module"): "modules that the file lists",
 }  # fmt: skip
 """(File, call) → why it is right there."""
@@ -80,15 +81,16 @@ def problems(source: str, name: str) -> Iterator[str]:
 
 
 def test_nothing_in_stoker_runs_what_it_reads() -> None:
-    files = sorted(ROOT.rglob("*.py"))
+    files = list(sources.python_files())
     assert len(files) > 200
-    found = [line for path in files for line in problems(path.read_text(), path.relative_to(ROOT).as_posix())]
+    found = [line for file, path in files for line in problems(path.read_text(), file)]
     assert not found, "\n".join(found)
 
 
 def test_each_call_that_is_right_is_there() -> None:
     for file, call in RIGHT:
-        calls = [node for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Call)]
+        trees = [ast.parse(path.read_text()) for path in sources.find(file)]
+        calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
         assert call in map(ast.unparse, [node.func for node in calls]), (file, call)
 
 

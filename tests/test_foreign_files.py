@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "packages"
+from tests import sources
+
 READS = {
     "open", "read_text", "read_bytes", "mmap", "is_zipfile", "ZipFile", "TarFile", "is_tarfile", "fromfile", "memmap",
     "safe_open", "load_file",
@@ -83,7 +84,7 @@ def plain_calls(source: str) -> Iterator[tuple[int, str, str]]:
     own = {
         name.asname or name.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stoker.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("stoker.", "stoker_watch."))
         for name in node.names
     } | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}  # where they are defined, they are seen
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -111,14 +112,14 @@ def unexplained(source: str, file: str) -> list[str]:
 
 
 def test_what_is_opened_goes_through_regular_files() -> None:
-    files = sorted(ROOT.rglob("*.py"))
+    files = list(sources.python_files())
     assert len(files) > 200
-    found = [line for path in files for line in unexplained(path.read_text(), path.relative_to(ROOT).as_posix())]
+    found = [line for file, path in files for line in unexplained(path.read_text(), file)]
     assert not found, "\n".join(found)
 
 
 def test_every_reason_has_its_file() -> None:
-    assert [key for key in REASONS if not (ROOT / key.split()[0]).exists()] == []
+    assert [key for key in REASONS if not sources.find(key.split()[0])] == []
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,8 @@ def test_every_reason_has_its_file() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("file", ["search/study.py", "runs/records.py", "data/formats/yolo.py", "diagnosis/reader.py"])
 def test_a_plain_one_is_found(file: str, call: str) -> None:
-    source = (ROOT / file).read_text()
+    (path,) = sources.find(file)
+    source = path.read_text()
     assert unexplained(source, file) == []
     assert len(unexplained(f"{source}\n\ndef added(path):\n    return {call}\n", file)) == 1
 

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+
 from stoker.config.settings import from_toml
 from stoker.data.convert import TARGET_FORMATS, convert
 from stoker.data.formats.tfrecord_bytes import write_record
@@ -30,7 +31,9 @@ from stoker.data.validation.check import check_dataset
 from stoker.inference.runtime import RUNTIMES
 from stoker.launching.jobs import read_jobs
 from stoker.migration.pipeline import import_pipeline
+from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
+from stoker.preflight.static import check_sources
 from stoker.search.page import render_study, study_json
 from stoker.search.study import JOURNAL, STUDY, Study, create
 from stoker.search.worker import work
@@ -44,9 +47,6 @@ from stoker_watch.report.runs_summary import summarize_runs
 from stoker_watch.runs import records, schemas
 from stoker_watch.runs.evaluation import read_evaluation
 from stoker_watch.watch.hook_reader import HookReader
-
-from stoker.models import build
-from stoker.preflight.static import check_sources
 from tests.bounded import bounded
 from tests.drawn import draw, run_stoker
 from tests.fixtures import exported_files

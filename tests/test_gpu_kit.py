@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from stoker.hardware.device import Device
-from stoker.models.layers.convolutions import ConvReLU
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from stoker.hardware.device import Device
+from stoker.models.layers.convolutions import ConvReLU
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\n"

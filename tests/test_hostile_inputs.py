@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from stoker_watch.runs.records import CONFIG, ENVIRONMENT, EVENTS
 
+from stoker_watch.runs.records import CONFIG, ENVIRONMENT, EVENTS
 from tests.drawn import draw
 from tests.fixtures.special_files import replace_by
 from tests.trainer.data.tfrecords import jpeg
@@ -257,7 +257,6 @@ def test_an_event_with_an_odd_exit_code(stoker: Command, tmp_path: Path, code: s
 
 def test_a_checkpoint_that_is_a_deflated_zip_is_not_expanded(tmp_path: Path) -> None:
     from stoker_watch.runs.records import CHECKPOINTS
-
     from tests.bounded import bounded
     from tests.fixtures.training_checkpoint import newest, save
 

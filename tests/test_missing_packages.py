@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from stoker.data.formats import tfrecord_bytes
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import open_index
 from stoker.report.tensorboard import Board
 from stoker_watch.errors import PreflightError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.data.formats import tfrecord_bytes
 from tests.drawn import draw
 
 TRAIN_WITHOUT = """

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 class Mutation(NamedTuple):
     file: str
-    """In `stoker/`."""
+    """In the trainer."""
     old: str
     new: str
     test: str
-    """In `tests/`; a test of the default suite."""
+    """In `tests/trainer/`; a test of the default suite."""
 
 
 MUTATIONS = {
@@ -96,7 +96,7 @@ MUTATIONS = {
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package and its tests."""
     root = tmp_path_factory.mktemp("mutated")
-    for name in ("stoker", "tests", "docs"):
+    for name in ("packages", "tests", "docs"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     return root
@@ -105,12 +105,12 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=list(MUTATIONS))
 def test_a_default_test_fails(mutation: Mutation, package: Path) -> None:
-    path = package / "stoker" / mutation.file
+    path = package / "packages/stoker/stoker" / mutation.file
     text = path.read_text()
     assert text.count(mutation.old) == 1
     path.write_text(text.replace(mutation.old, mutation.new))
     options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow"]
-    command = [sys.executable, "-m", "pytest", *options, f"tests/{mutation.test}"]
+    command = [sys.executable, "-m", "pytest", *options, f"tests/trainer/{mutation.test}"]
     try:
         done = subprocess.run(
             command,

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+
+from stoker.cli import commands
 from stoker.config.settings import from_fields
+from stoker.data import index_cache
+from stoker.data.loading import process_main
 from stoker.data.loading.worker_pool import WorkerPool
 from stoker.training.local_ranks import make_places
 from stoker.training.ranks import joined
@@ -25,9 +29,6 @@ from stoker_watch.recording.telemetry.machine import TimeoutWorker
 from stoker_watch.recording.telemetry.sampler import TelemetrySampler
 from stoker_watch.runs.records import DEVICES, EVENTS, RunFolder, read_lines
 from stoker_watch.runs.schemas import DeviceSample, Event
-
-from stoker.data import index_cache
-from stoker.data.loading import process_main
 from tests.drawn import draw
 from tests.trainer.training.metadata_server import metadata_server
 from tests.watch.storage.servers import Server, apply, google_server
@@ -70,7 +71,7 @@ def test_a_limit_is_named(
         raise DataError("The image cannot be read.", location="x.jpg") from error
 
     monkeypatch.setattr(app, "app", read)
-    monkeypatch.setattr(app, "translate", lambda arguments, _: (arguments, []))
+    monkeypatch.setattr(commands, "prepare", lambda _, arguments: arguments)
     assert app._run(["models"]) == 1
     shown = capsys.readouterr().err
     assert named in shown

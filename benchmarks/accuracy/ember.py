@@ -41,16 +41,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker.data.index import Index, open_index
-from stoker.evaluation.detections import Detections
-from stoker.evaluation.evaluate import compute_metrics, ground_truth
-from stoker_watch.runs.evaluation import Metrics
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy.quality import SHOWN, trainval
 from benchmarks.processes import ROOT, run_timed
 from benchmarks.report import Bar, Report, options, publish
+from stoker.data.index import Index, open_index
+from stoker.evaluation.detections import Detections
+from stoker.evaluation.evaluate import compute_metrics, ground_truth
 from stoker.models.weights import model_file
+from stoker_watch.runs.evaluation import Metrics
 
 OURS, TUNED, BF16 = "ember_n", "ember_mobilenet_v2, from ImageNet", "ember_n, bf16"
 PEERS = {"yolo26n": (0.03, 0.6), "yolo11n": (0.0, 0.9)}

@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stoker.data.index import open_index
-from stoker.models.weights.load import COCO_CLASSES
 
 from benchmarks.accuracy.ember import drawn, yolo_lines
 from benchmarks.accuracy.quality import SHOWN, trainval
 from benchmarks.processes import ROOT, run_timed
 from benchmarks.report import Bar, Report, options, publish
+from stoker.data.index import open_index
+from stoker.models.weights.load import COCO_CLASSES
 
 STANDS_FOR = {"RBC": "donut", "WBC": "orange", "Platelets": "apple"}
 """Class of BCCD → the class of COCO whose row of the head is trained with it."""

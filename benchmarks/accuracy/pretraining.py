@@ -20,13 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stoker.data.demo import draw_split
-from stoker.data.index import open_index
-
 from benchmarks.accuracy.ember import BATCH, Data, make_data, yolo_lines
 from benchmarks.accuracy.quality import SHOWN
 from benchmarks.processes import ROOT, run_timed
 from benchmarks.report import Bar, Report, options, publish
+from stoker.data.demo import draw_split
+from stoker.data.index import open_index
 
 RANDOM, PRETRAINED = "random", "pretrained"
 NUM_VALIDATED = 60

@@ -14,12 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.processes import run_timed
+from benchmarks.report import Bar, Report, options, publish
 from stoker.data.demo import IMAGES_PER_SPLIT, draw_split
 from stoker_watch.runs import records
 from stoker_watch.runs.schemas import DeviceSample, Event, StepWindow
-
-from benchmarks.processes import run_timed
-from benchmarks.report import Bar, Report, options, publish
 
 MODEL, BATCH, EVALUATIONS = "ember_n", 8, 12
 MAX_FALL, MAX_GROWTH = 0.05, 1.05

@@ -18,10 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from stoker.data.index import Index, open_index
-from stoker.evaluation.detections import Detections
-from stoker.evaluation.evaluate import compute_metrics, ground_truth
-from stoker_watch.runs.evaluation import Metrics
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v2
 from torchvision.models.detection import RetinaNet
@@ -31,6 +27,11 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, pil_to_tensor
+
+from stoker.data.index import Index, open_index
+from stoker.evaluation.detections import Detections
+from stoker.evaluation.evaluate import compute_metrics, ground_truth
+from stoker_watch.runs.evaluation import Metrics
 
 CHANNELS, DEPTH, ANCHORS, FROZEN = 128, 2, 9, 4
 """FROZEN: children of MobileNetV2's features, which make its first two stages."""

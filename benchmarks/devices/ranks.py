@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker_watch.runs.records import STEPS, read_lines
-from stoker_watch.runs.schemas import StepWindow
-
 from benchmarks.processes import child_environment
 from benchmarks.report import Bar, Report, options, publish, spread
+from stoker_watch.runs.records import STEPS, read_lines
+from stoker_watch.runs.schemas import StepWindow
 
 MODEL = "ember_n"
 

@@ -123,17 +123,17 @@ class EmulatedDevice:
 def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     """Seconds of a step of the slowest rank, exposed exchange and loss after the steps."""
     import torch
+
     from stoker.config.settings import OptimSettings
     from stoker.config.sync_method import parse_sync
     from stoker.hardware.device import Device
+    from stoker.models import build
+    from stoker.training import ddp
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
     from stoker.training.parallel import One
     from stoker.training.state import Signals
     from stoker_watch.recording.ledger import Ledger
-
-    from stoker.models import build
-    from stoker.training import ddp
     from tests.trainer.models.samples import make_batch, settings_of
     from tests.trainer.training.parallels import ignore, make_setup, step_of
 
@@ -196,8 +196,8 @@ def choose(ranks: Any) -> tuple[str, str]:
     """(method, reason) of `--sync auto`, which measures link and compression as a training does; the step is that of
     the emulated device."""
     import torch
-    from stoker.hardware.device import Device
 
+    from stoker.hardware.device import Device
     from stoker.models import build
     from stoker.training.defaults import sync_choice
     from tests.trainer.models.samples import settings_of
@@ -221,8 +221,8 @@ def serve_rank() -> None:
         asked = json.loads(line)
         if asked["method"] == "link":
             import torch
-            from stoker.hardware.device import Device
 
+            from stoker.hardware.device import Device
             from stoker.preflight import network
 
             found = network.measure(Device(torch.device("cpu")), 2.0)

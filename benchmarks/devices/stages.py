@@ -14,11 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker_watch.runs.records import STEPS, read_lines
-from stoker_watch.runs.schemas import StepWindow
-
 from benchmarks.processes import child_environment
 from benchmarks.report import Report, options, publish, spread
+from stoker_watch.runs.records import STEPS, read_lines
+from stoker_watch.runs.schemas import StepWindow
 
 MODEL, SIDE, BATCH = "retinanet_tiny_fpn", 320, 16
 

@@ -35,8 +35,6 @@ from typing import Any
 import cv2
 import msgspec
 import numpy as np
-from stoker_watch.diagnosis.engine import catalog_hash
-from stoker_watch.diagnosis.reader import read_run
 
 from benchmarks.diagnosis import diagnose_outside as outside
 from benchmarks.diagnosis.diagnose_causes import CAUSES, KINDS, Cause
@@ -45,6 +43,8 @@ from benchmarks.diagnosis.diagnose_plans import BATCH, Case, Machine, Plan
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, fraction_correct, wilson
 from benchmarks.processes import python_path
 from benchmarks.report import Bar, Report, options, publish
+from stoker_watch.diagnosis.engine import catalog_hash
+from stoker_watch.diagnosis.reader import read_run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -20,10 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stoker_watch.report.explain import explain_log
-
 from benchmarks.diagnosis.diagnose_score import NONE, wilson
 from benchmarks.report import Bar, Report, options, publish
+from stoker_watch.report.explain import explain_log
 
 GOAL, HEALTHY_GOAL = 0.8, 0.95
 

@@ -84,11 +84,10 @@ UNCALIBRATED = {"convolution": 0.6, "grouped": 0.1, "bandwidth": 0.7, "kernel_s"
 def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> Any:
     """The step of a training with the defaults of the model."""
     from stoker.config.settings import read_recipes
+    from stoker.models import MODELS
     from stoker.planning.trace import StepSpec
     from stoker.training.defaults.derive import SETTINGS
     from stoker_watch.hardware.calibration import step_settings
-
-    from stoker.models import MODELS
 
     architecture = MODELS[case.model]
     settings = {
@@ -120,6 +119,7 @@ class RealStep:
 
     def __init__(self, case: Case, device_name: str, precision: str) -> None:
         import torch
+
         from stoker.hardware.device import configure_malloc, select_device
         from stoker.planning.trace import CountedStep
         from stoker.training.defaults.dry_run import make_worst_case_batch
@@ -227,6 +227,7 @@ def compare_peaks(report: Report, cases: Sequence[Case]) -> None:
 def compare_times(report: Report, calibration: Sequence[Case], groups: dict[str, Sequence[Case]], rounds: int) -> None:
     """Adds the rows of the calibration and of each group of held-out models, and a bar for each group."""
     import msgspec
+
     from stoker.planning.machines import Accelerator
     from stoker.planning.predict import CPU, Sample, fit, step_time
 
@@ -287,6 +288,7 @@ def plan(folder: Path) -> dict[str, Any]:
 
     began = process_start_s()
     import torch
+
     from stoker.config.settings import from_fields
     from stoker.data.index import open_index_of
     from stoker.hardware.device import Device
@@ -328,6 +330,7 @@ def prepare(folder: Path, num_images: int) -> None:
 def compare_gpu(report: Report, cases: Sequence[Case], rounds: int) -> None:
     """Peak and time of steps on this machine's GPU."""
     import torch
+
     from stoker.planning.machines import identify
     from stoker.planning.predict import GPU, step_time
 

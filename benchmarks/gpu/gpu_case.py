@@ -23,17 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from stoker.config.settings import Config, DataSettings, ModelSettings, OptimSettings
-from stoker.data.augment import augment_batch
-from stoker.data.batch import NUM_RAND, Batch
-from stoker.hardware.device import Device, ReadyEvent, select_device
-from stoker.models.layers.convolutions import use_fused_convs
-from stoker.models.retinanet import RetinaNet
-from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
-from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.make_step import CudaCapture, CudaGraphStep
-from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import LossFn, PlainStep, make_augment_fn, make_loss_fn, train_step
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -41,8 +30,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import gpu_results
 from benchmarks.processes import record
+from stoker.config.settings import Config, DataSettings, ModelSettings, OptimSettings
+from stoker.data.augment import augment_batch
+from stoker.data.batch import NUM_RAND, Batch
+from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
+from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.retinanet import RetinaNet
 from stoker.training import make_step, step
+from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
+from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.make_step import CudaCapture, CudaGraphStep
+from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.step import LossFn, PlainStep, make_augment_fn, make_loss_fn, train_step
 from tests import fakes
 
 PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60

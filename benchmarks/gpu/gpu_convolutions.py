@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import stoker.models.layers.convolutions  # noqa: F401 (registers conv_relu)
 import torch
-from stoker.hardware.device import Device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import stoker.models.layers.convolutions  # noqa: F401 (registers conv_relu)
+from stoker.hardware.device import Device
 
 LARGEST = 20
 MOST_S = 20.0

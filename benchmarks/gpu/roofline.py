@@ -93,7 +93,6 @@ def flop_of(func: Any, args: Any) -> float | None:
 def make_counts() -> Any:
     """A dispatch mode with the parts that were entered (`enter`), in `parts`."""
     from stoker.planning.trace import _moved_bytes
-
     from tests import fakes
 
     class Counts(fakes.OperatorCounts):
@@ -124,9 +123,8 @@ def make_counts() -> Any:
 
 def build_model(trial: Any) -> Any:
     from stoker.config.settings import ModelSettings
-    from stoker.models.layers.convolutions import use_fused_convs
-
     from stoker.models import MODELS, build
+    from stoker.models.layers.convolutions import use_fused_convs
 
     model = build(ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model}), trial.classes).train()
     use_fused_convs(model, trial.kernels)
@@ -137,14 +135,14 @@ def build_model(trial: Any) -> Any:
 def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
     """outside: only what a run does besides forward, losses and backward, which are left out."""
     import torch
+
+    from benchmarks.gpu.gpu_case import DATA
     from stoker.config.settings import OptimSettings
     from stoker.data.augment import augment_batch
     from stoker.hardware.device import Device
     from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
     from stoker.training.optim import LossAccumulator, OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
-
-    from benchmarks.gpu.gpu_case import DATA
     from tests import fakes
 
     optim = OptimSettings(
@@ -222,8 +220,9 @@ def count_casts(trial: Any) -> Part:
 
 def convolutions(graph: Any) -> Iterator[list[float]]:
     """FLOP and bytes of each convolution of a graph."""
-    from stoker.planning.trace import _moved_bytes
     from torch.utils import _pytree
+
+    from stoker.planning.trace import _moved_bytes
 
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -248,12 +247,12 @@ def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
     """(graph, inputs) of augmentation, forward with losses, and backward, as a run compiles them."""
     import torch
     import torch._inductor.compile_fx
-    from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     from benchmarks.gpu.gpu_case import DATA
+    from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from stoker.training import step
     from tests import fakes
 
@@ -285,7 +284,6 @@ def trace(trial: Any) -> list[tuple[Any, list[Any]]]:
 def schedule(graph_module: Any, inputs: list[Any], *, is_backward: bool) -> list[Any]:
     """The kernels that Inductor makes of a graph on an H200."""
     import torch
-    from stoker.planning.fake_accelerator import DEVICE
     from torch import Tensor
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -294,6 +292,8 @@ def schedule(graph_module: Any, inputs: list[Any], *, is_backward: bool) -> list
     from torch._subclasses import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
     from torch.utils import _pytree
+
+    from stoker.planning.fake_accelerator import DEVICE
 
     class Mode(FakeTensorMode):
         avoid_device_init = property(lambda _: True)
@@ -390,7 +390,6 @@ def in_child(name: str, spec: dict[str, Any]) -> dict[str, Part]:
 
 def child(mode: str, given: dict[str, Any]) -> dict[str, Part]:
     from stoker.planning.fake_accelerator import install
-
     from tests.fakes import Trial
 
     install()

@@ -50,6 +50,7 @@ def draw(folder: Path, source: int, count: int) -> None:
 def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
     """Epochs of the work of the loader's workers, the modes in turn: for each, CPU ms per image and images/s."""
     import numpy as np
+
     from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache, cache_file_path, open_cache
     from stoker.data.index import open_index
     from stoker.data.loading.buffers import HostBatchBuffer

@@ -81,6 +81,7 @@ def draw(folder: Path, files: int) -> None:
 @contextlib.contextmanager
 def loader_of(folder: Path, case: str, workers: int, processes: Any = None) -> Iterator[Any]:
     import numpy as np
+
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
     from stoker.hardware.device import configure_malloc, select_device
@@ -159,9 +160,9 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
 def measure_limit(folder: Path, batches: int, passes: int) -> dict[str, Any]:
     """For each case, samples per second of each pass where only what needs the GIL needs a core."""
     import numpy as np
-    from stoker.data.loading.buffers import HostBatchBuffer
 
     from stoker.data.images import decode
+    from stoker.data.loading.buffers import HostBatchBuffer
 
     def decode_nothing(*_: Any) -> Any:
         time.sleep(SLEEP_S)

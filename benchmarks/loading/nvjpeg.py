@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading.loader import KINDS, draw
+from benchmarks.report import Report, options, publish
 from stoker.data.index import Index, open_index
 from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device, select_device
-
-from benchmarks.loading.loader import KINDS, draw
-from benchmarks.report import Report, options, publish
 
 BATCH, IMAGE_SIZE = 32, (800, 800)
 FIRST = 12

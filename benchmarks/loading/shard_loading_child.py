@@ -39,6 +39,7 @@ def tree_cpu_s(root: int) -> float:
 
 def stoker(arguments: argparse.Namespace, began_s: float) -> Iterator[int]:
     import numpy as np
+
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
     from stoker.data.loading.shard_order import choose_buffer

@@ -77,11 +77,10 @@ def train(folder: Path, first: int, lead: int, steps: int, windows: int) -> dict
     """Trains for `first` steps, then in windows of lead + steps on the VARIANTS in turn; returns what each measured."""
     import time
 
-    from stoker.training.recorder import Recorder
-    from stoker_watch.cli.app import app
-
     from stoker.training import loop
     from stoker.training import step as training_step
+    from stoker.training.recorder import Recorder
+    from stoker_watch.cli.app import app
 
     step, write_window = loop.Training.step, Recorder._write_window
     breakdowns: list[Any] = []
@@ -151,9 +150,9 @@ def train(folder: Path, first: int, lead: int, steps: int, windows: int) -> dict
 def initial_weights(folder: Path) -> str:
     """For `--weights`: a file next to the folder, if the model's norms are frozen, which need statistics."""
     import torch
-    from stoker.hardware.device import Device
 
     from benchmarks.gpu.gpu_case import Case, calibrated_model
+    from stoker.hardware.device import Device
     from stoker.models import MODELS
 
     chosen = Training(**json.loads((folder / "command.json").read_text())["training"])

@@ -130,6 +130,7 @@ def measure_stoker(folder: Path) -> dict[str, Any]:
 
 def measure_stoker_files(folder: Path) -> dict[str, Any]:
     import msgspec
+
     from stoker.data.index import open_index
     from stoker.evaluation.detections import Detections
     from stoker.evaluation.evaluate import compute_metrics, ground_truth

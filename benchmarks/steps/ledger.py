@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+import stoker
+from benchmarks.report import Bar, Report, options, publish, spread
+from stoker.hardware import device
 from stoker.training.trace import EVERY_S, WINDOW_STEPS, Tracer
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.recording.measure import Measure
 from stoker_watch.recording.telemetry.gpu import GpuSampler
 from stoker_watch.recording.telemetry.host import HostSampler
 from stoker_watch.runs.records import RunFolder
-from torch import Tensor, nn
-
-import stoker
-from benchmarks.report import Bar, Report, options, publish, spread
-from stoker.hardware import device
 
 
 class Off:

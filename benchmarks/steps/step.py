@@ -78,6 +78,7 @@ def contest(backbone: str, precisions: tuple[str, ...], side: int, count: int) -
 def run(arguments: argparse.Namespace) -> Report:
     n, side, count, large = (2, 64, 2, 128) if arguments.quick else (7, 320, 8, 800)
     import torch
+
     from stoker.hardware.device import select_device
 
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"

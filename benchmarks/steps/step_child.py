@@ -89,12 +89,11 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.config.settings import ModelSettings, OptimSettings
     from stoker.data.batch import NUM_RAND, Batch
     from stoker.hardware.device import configure_malloc, select_device
+    from stoker.models import MODELS
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet import RetinaNet
     from stoker.training.optim import OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
-
-    from stoker.models import MODELS
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
     model = RetinaNet(ModelSettings(**defaults), CLASSES, backbone=backbone_name)

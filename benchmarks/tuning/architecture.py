@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 import tomli_w
+
+from benchmarks.processes import child_environment
+from benchmarks.report import Bar, Report, options, publish
 from stoker.search.architecture import network_of
 from stoker.search.study import Study, TrialState
 from stoker_watch.runs.records import EVENTS, is_finished, read_lines
 from stoker_watch.runs.schemas import Event
-
-from benchmarks.processes import child_environment
-from benchmarks.report import Bar, Report, options, publish
 
 SPACE = """\
 block = ["csp", "inverted"]

@@ -22,12 +22,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import ROOT, child_environment
+from benchmarks.report import Bar, Report, options, publish
 from stoker.config.settings import from_fields, from_toml, to_toml
 from stoker_watch.runs.records import EVENTS, is_finished, read_lines
 from stoker_watch.runs.schemas import Event
-
-from benchmarks.processes import ROOT, child_environment
-from benchmarks.report import Bar, Report, options, publish
 
 SETS = {"bccd": ("bccd/BCCD", (96, 128)), "dice": ("dice", (128, 128)), "blood_png": ("blood_png", (128, 128))}
 """Name → folder of the data sets, and image size. The other two real sets have too few images to compare AP."""

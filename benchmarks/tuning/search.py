@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from stoker.search.study import Study, TrialState, best_trials
-from stoker_watch.runs.records import EVENTS, is_finished, read_lines
-from stoker_watch.runs.schemas import Event
 
 from benchmarks.processes import ROOT, child_environment
 from benchmarks.report import Bar, Report, options, publish
+from stoker.search.study import Study, TrialState, best_trials
+from stoker_watch.runs.records import EVENTS, is_finished, read_lines
+from stoker_watch.runs.schemas import Event
 
 STEPS, SIDE, BATCH, WORKERS = 36, 32, 4, 2
 SPACE = "lr = { low = 1e-4, high = 3e-2, log = true }\nhflip = { low = 0.0, high = 0.5 }\n"

@@ -25,15 +25,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loading.object_server import running_server
+from benchmarks.processes import ROOT, child_environment
+from benchmarks.report import Bar, Report, options, publish
 from stoker.config.settings import from_fields, from_toml, to_toml
 from stoker.tuning.policy import restore_types
 from stoker_watch.durations import parse_duration
 from stoker_watch.runs.records import EVENTS, PROBES, STEPS, is_finished, read_lines
 from stoker_watch.runs.schemas import Event, Probe, StepWindow
-
-from benchmarks.loading.object_server import running_server
-from benchmarks.processes import ROOT, child_environment
-from benchmarks.report import Bar, Report, options, publish
 
 LINK = ("--latency-ms", "30", "--mb-per-s", "0.1")
 SETS = {"bccd": ("bccd/BCCD", (480, 640)), "cars": ("cars", (320, 320))}

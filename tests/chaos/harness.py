@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
 

@@ -24,11 +24,11 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+
 from stoker.training.checkpoint import is_complete, list_checkpoints
 from stoker_watch.runs import records
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.chaos.harness import processes_of, start, train
 from tests.drawn import draw
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from stoker.training.checkpoint import is_complete, list_checkpoints
 from stoker_watch.runs.records import HANG, QUARANTINE
-
 from tests.chaos.harness import Ended, assert_same_weights, cgroup, processes_of, small_disk, start, train
 from tests.fixtures.chaos_faults import wait_for_checkpoint
 from tests.trainer.training.metadata_server import metadata_server

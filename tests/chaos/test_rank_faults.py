@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from stoker_watch.runs.records import EVENTS, HANG, RANKS
 
+from stoker_watch.runs.records import EVENTS, HANG, RANKS
 from tests.chaos.harness import assert_same_weights, processes_of, start, train
 from tests.drawn import draw
 from tests.fixtures.chaos_faults import wait_for_checkpoint

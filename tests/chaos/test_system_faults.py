@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker.training.checkpoint import is_complete, list_checkpoints
 from stoker_watch.runs.records import EVENTS, QUARANTINE
-
 from tests.chaos.harness import Ended, assert_same_weights, cgroup, processes_of, small_disk, start, train
 from tests.drawn import run_stoker
 from tests.fixtures.chaos_faults import wait_for_checkpoint

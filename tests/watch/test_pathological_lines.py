@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.endings import line_patterns
 from stoker_watch.diagnosis.termination import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
 from stoker_watch.report.explain import explain_log

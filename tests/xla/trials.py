@@ -4,15 +4,15 @@ import copy
 import dataclasses
 
 import torch
-from stoker.config.settings import OptimSettings
-from stoker.data.batch import Batch
-from stoker.hardware.device import Device, select_device
-from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import PlainStep, make_loss_fn, train_step
 from torch import Tensor
 from torch_xla.debug import metrics
 
+from stoker.config.settings import OptimSettings
+from stoker.data.batch import Batch
+from stoker.hardware.device import Device, select_device
 from stoker.models import Detector, build
+from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests.trainer.models.samples import make_batch, settings_of
 
 CLASSES = 5

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any
 from stoker_watch.hardware.cgroup import set_spin_count
 
 if TYPE_CHECKING:
-    from stoker_watch.errors import StokerError
-    from stoker_watch.monitor.options import MonitoringOptions
-    from stoker_watch.recording.measure import measure
-    from stoker_watch.runs.evaluation import Metrics
-
     from stoker.api import check, plan, train
     from stoker.config.keywords import Settings
     from stoker.inference.model import Model, load
     from stoker.inference.prediction import Prediction
     from stoker.training.local_ranks import Result
+    from stoker_watch.errors import StokerError
+    from stoker_watch.monitor.options import MonitoringOptions
+    from stoker_watch.recording.measure import measure
+    from stoker_watch.runs.evaluation import Metrics
 
 set_spin_count()  # before torch loads OpenMP
 

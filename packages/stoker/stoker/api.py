@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from stoker_watch.errors import UsageError
-from stoker_watch.monitor.options import MonitoringOptions
-
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.training import run as training_run
 from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
+from stoker_watch.errors import UsageError
+from stoker_watch.monitor.options import MonitoringOptions
 
 if TYPE_CHECKING:
     from stoker.planning.check import CheckReport
@@ -124,10 +123,9 @@ def plan(
     those of each machine. by: the time limit, such as "6h"; budget: US dollars; prices: a file of your own prices
     (docs/plan.md). `plan.rows` has a prediction per machine, `plan.recommendation` the choice. Raises StokerError.
     """
-    from stoker_watch.durations import parse_time_s
-
     from stoker.planning.plan import make_plan
     from stoker.planning.recommend import Limits
+    from stoker_watch.durations import parse_time_s
 
     fields = translate_keywords("plan", settings, data=data)
     if "devices" in fields:

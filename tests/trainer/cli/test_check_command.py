@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from stoker.planning import check as checking
 from stoker.planning.check import CheckReport, CheckRequest, ProbeTime
 from stoker.preflight.catalog import make_finding
 from stoker_watch.cli.app import main
 from stoker_watch.findings.finding import Finding
 from stoker_watch.report.findings_terminal import print_findings
-
-from stoker.planning import check as checking
 
 FINDINGS = [
     make_finding(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.cli.app import main
 from stoker_watch.runs.records import RunFolder
-
 from tests.drawn import draw, run_stoker
 
 PHOTO = Path(__file__).parents[3] / "docs/images/demo.jpg"

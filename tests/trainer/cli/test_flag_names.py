@@ -10,15 +10,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+
+import stoker
 from stoker.cli.commands import find_flags
 from stoker.config.flag_names import translate as translate_arguments
 from stoker.config.flag_names import translate_keywords
 from stoker.config.settings import from_fields, from_toml
+from stoker.knowledge import read_toml
 from stoker_watch.cli.app import app
 from stoker_watch.errors import ConfigError, StokerError, UsageError
-
-import stoker
-from stoker.knowledge import read_toml
 
 
 def translate(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.cli.commands import find_flags
 from stoker.config.flag_names import translate
 from stoker_watch.cli.app import app, main

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.report.terminal import Screen
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError, StokerError
 from stoker_watch.printable import escape_json, printable
 from stoker_watch.report.console import print_renderables, table
 from stoker_watch.runs.records import RunFolder
-
 from tests.drawn import draw, run_stoker
 
 EVIL = "\x1b[31m\x1b]0;owned\x07\x9b2J\x85\x7f\b\u202e\u2066\u200f\u2028\r\nFORGED: all is well\x1b[0m"

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from stoker_watch.cli.app import app
-from stoker_watch.errors import ConfigError
-from stoker_watch.report import format as fmt
 
 from stoker.models import MODELS
 from stoker.report import models as report
+from stoker_watch.cli.app import app
+from stoker_watch.errors import ConfigError
+from stoker_watch.report import format as fmt
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 

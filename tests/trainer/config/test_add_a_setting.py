@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import python_path
+
 ROOT = Path(__file__).resolve().parents[3]
 CHECK = """
 from stoker_watch.cli.app import app
@@ -34,18 +36,19 @@ else:
 @pytest.mark.slow
 def test_a_setting_is_added_as_the_page_says(tmp_path: Path) -> None:
     field, row = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs/add-a-setting.md").read_text(), re.DOTALL)
-    for folder in ("stoker", "tests"):
+    for folder in ("packages", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "docs").mkdir()
-    settings = tmp_path / "stoker/config/settings.py"
+    package = tmp_path / "packages/stoker/stoker"
+    settings = package / "config/settings.py"
     text = settings.read_text()
     text = text.replace("    box_loss: Literal", field + "    box_loss: Literal", 1)
     settings.write_text(text)
-    with (tmp_path / "stoker/knowledge/settings.toml").open("a") as file:
+    with (package / "knowledge/settings.toml").open("a") as file:
         file.write(row)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     run = {"cwd": tmp_path, "env": environment, "check": True}
     subprocess.run([sys.executable, "-c", CHECK], **run)
     subprocess.run([sys.executable, "-m", "tests.trainer.config.test_surface"], **run)
-    assert "label_smoothing: float" in (tmp_path / "stoker/config/keywords.py").read_text()
+    assert "label_smoothing: float" in (package / "config/keywords.py").read_text()
     assert "| `label_smoothing` | Label smoothing" in (tmp_path / "docs/settings.md").read_text()

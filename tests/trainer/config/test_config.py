@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, from_toml, settings_table, to_toml
 from stoker_watch.durations import Duration, parse_duration
 from stoker_watch.errors import ConfigError

@@ -8,14 +8,14 @@ import typing
 from pathlib import Path
 
 import pytest
+
+import stoker
+from stoker.config import settings
 from stoker.config.keywords import Settings
 from stoker.config.settings import SECTION_OF, SECTIONS, from_toml, valid_values
 from stoker.training.defaults.derive import SETTINGS, Row
 from stoker_watch.cli.app import app
 from stoker_watch.monitor.options import MonitoringOptions
-
-import stoker
-from stoker.config import settings
 
 KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.py"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "settings.md"

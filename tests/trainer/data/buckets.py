@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+
 from stoker.data.index import Index
 from stoker_watch.storage.store import Store
-
 from tests.fixtures.data_same_index import Drawn, content
 from tests.watch.storage.servers import Proxy, ServedBucket
 

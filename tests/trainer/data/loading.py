@@ -5,10 +5,10 @@ import threading
 
 import numpy as np
 import torch
+
 from stoker.data.batch import PAD_COLOR, Batch
 from stoker.data.loading.loader import BUFFERS_IN_USE, Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device
-
 from tests.trainer.data.memory_index import InMemoryIndex as InMemoryIndex
 
 CPU = Device(torch.device("cpu"))

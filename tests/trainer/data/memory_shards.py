@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+
 from stoker.data.index import ImageRanges
 from stoker_watch.storage.store import Store
-
 from tests.trainer.data.memory_index import InMemoryIndex
 
 GAP = b"annotations " * 20

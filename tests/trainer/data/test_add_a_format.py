@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+
 from stoker.config.settings import DataSettings
 from stoker.data.convert import convert
+from stoker.data.formats import finder
 from stoker.data.formats.folders import format_texts
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
-
-from stoker.data.formats import finder
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "add-a-format.md").read_text()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.data.anchor_fit import (
     AnchorConfig,
     best_image_size,
@@ -14,9 +15,8 @@ from stoker.data.anchor_fit import (
     recommend_anchors,
 )
 from stoker.data.index import Index, open_index
-from stoker.models.layers.boxes import cell_anchors, iou
-
 from stoker.models import get_architecture
+from stoker.models.layers.boxes import cell_anchors, iou
 from tests.drawn import draw
 
 PAPER = AnchorConfig((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from stoker.data import geometry
 from stoker.data.augment import horizontal_flip
 from stoker.data.geometry import RandomStream, compute_resize_geometry, sample_resize_geometry, transform_boxes
 from stoker.data.images.decode import decode_into
-
-from stoker.data import geometry
 from tests.batches import batch_of
 
 SIDES = st.integers(1, 3000)

@@ -10,7 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from stoker.config.settings import DataSettings
+from stoker.data import augment
 from stoker.data.augment import (
     MOSAIC_END_FRACTION,
     AtOnce,
@@ -25,10 +29,6 @@ from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device
 from stoker_watch.errors import ConfigError
-from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from stoker.data import augment
 from tests import drawn
 from tests.batches import batch_of, batches
 from tests.host_sync import ForbidHostSync

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data.loading.stats import (
     GROW_AFTER,
     MAX_WORKERS,

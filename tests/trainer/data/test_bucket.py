@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
+from stoker.data import remote
 from stoker.data.images.headers import FIRST_READ_BYTES, HEAD_BYTES, read_header
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.remote import locked_mirror, mirror_dir_for
@@ -20,8 +22,6 @@ from stoker.data.validation.check import check_dataset
 from stoker_watch.errors import ConfigError, DataError, StorageError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.data import remote
 from tests.drawn import run_stoker
 from tests.fixtures.data_same_index import WRITE
 from tests.trainer.data.buckets import DRAWN, Bucket, count_read_bytes, filled, put_folder, same

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
@@ -20,7 +21,6 @@ from stoker_watch.runs.schemas import Quarantined
 from stoker_watch.storage.fetcher import Fetcher
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.drawn import draw
 from tests.trainer.data.buckets import count_read_bytes
 from tests.watch.storage.proxy import Fault

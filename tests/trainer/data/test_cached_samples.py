@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from stoker.data.batch import Batch
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache, cache_file_path, open_cache
 from stoker.data.index import Index, open_index
@@ -13,7 +14,6 @@ from stoker.data.loading.loader import Loader
 from stoker.hardware.device import Device
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.fixtures.data_pixel_cache import draw
 from tests.fixtures.data_upright import red_where, write
 from tests.trainer.data import loading, tfrecords

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data.index import open_index, require_images
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.data.validation.check import CheckReport, check_dataset
@@ -20,7 +21,6 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KI
 from stoker.hardware.device import select_device
 from stoker.report.dataset import print_check
 from stoker_watch.errors import DataError, UsageError
-
 from tests.drawn import draw
 from tests.trainer.data.hostile import encoded
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.data.images.decode import DCT_DIVISORS, decode_into
 from stoker.data.images.headers import parse_header
+from stoker.data.validation import check
 from stoker.data.validation.check import check_dataset
 from stoker_watch.errors import DataError
-
-from stoker.data.validation import check
 
 PATH = Path("image")
 

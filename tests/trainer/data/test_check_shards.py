@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from stoker.data import packing
 from stoker.data.formats.webdataset import INDEX_FILE
 from stoker.data.index import Index, open_index
 from stoker.data.packing import PackOptions, in_threads, pack
@@ -12,8 +14,6 @@ from stoker.data.validation.check import CheckReport, check_dataset
 from stoker_watch.cli.app import main
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.data import packing
 from tests.fixtures.data_convert import annotated, coco
 from tests.fixtures.data_pack import small_shards
 from tests.trainer.data.tfrecords import jpeg

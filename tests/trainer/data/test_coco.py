@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+
 from stoker.data.index import missing_images, open_index, require_images
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker_watch.errors import DataError
-
 from tests.trainer.data.examples import property_test
 
 Content = dict[str, Any]

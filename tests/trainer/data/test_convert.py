@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+
 from stoker.data.convert import PARTIAL_MARKER, TargetFormat, convert
 from stoker.data.formats.tables import apply_orientation, exact_extent, shortest_decimal
 from stoker.data.index import Index, open_index
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError, StorageError, UsageError
-
 from tests.fixtures.data_convert import CLASSES, annotated, coco, data_sets, two_splits
 from tests.trainer.data.examples import property_test
 from tests.trainer.data.tfrecords import features_of, image_features, jpeg, unframe, write

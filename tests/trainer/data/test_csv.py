@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.data.formats.csv import detect_csv_layout
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.validation.check import check_dataset
 from stoker_watch.errors import DataError
-
 from tests.trainer.data.examples import property_test
 
 HEADER = "filename,class,xmin,ymin,xmax,ymax"

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_cvat import boxes_by_image, split_of
 from tests.trainer.data.exports import cvat_box, cvat_file, cvat_image, save_images
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+
 from stoker.data.images.decode import choose_dct_divisor, decode, decode_into, thumbnail
 from stoker.data.images.headers import parse_header
 from stoker_watch.errors import DataError

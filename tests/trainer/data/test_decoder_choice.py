@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from stoker.data.loading.device_decoder import choose_decoder, measure_and_choose_decoder
-from stoker.hardware.device import Device
 
 from stoker.data.loading import device_decoder
+from stoker.data.loading.device_decoder import choose_decoder, measure_and_choose_decoder
+from stoker.hardware.device import Device
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")

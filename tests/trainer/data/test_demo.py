@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from stoker.data.index import open_index, require_images
 
 from stoker.data import demo
+from stoker.data.index import open_index, require_images
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.config.settings import from_fields
 from stoker.data.formats.finder import FORMATS
 from stoker.data.index import Index, missing_images, open_index
 from stoker.training.start import resolve_run
 from stoker_watch.cli.app import app
 from stoker_watch.errors import DataError, UsageError
-
 from tests.drawn import draw
 from tests.trainer.data.examples import property_test
 

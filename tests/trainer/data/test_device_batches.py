@@ -9,17 +9,17 @@ import pytest
 import torch
 import torchvision
 from PIL import Image, ImageOps
+
 from stoker.data.batch import PAD_COLOR, Batch
 from stoker.data.images.headers import parse_header
+from stoker.data.loading import device_decoder
 from stoker.data.loading.device_decoder import is_device_decodable
 from stoker.data.loading.samples import BatchTask
 from stoker.data.loading.stats import Counters
 from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.training.defaults import checks
 from stoker.training.run import train
 from stoker_watch.errors import DataError, PreflightError
-
-from stoker.data.loading import device_decoder
-from stoker.training.defaults import checks
 from tests.drawn import draw
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex, smooth_image
 from tests.fixtures.training_run import settings

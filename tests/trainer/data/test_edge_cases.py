@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
 from stoker.data.convert import convert
 from stoker.data.formats.yolo import NAMES_FILES
 from stoker.data.images.headers import read_header
@@ -17,7 +18,6 @@ from stoker.data.packing import open_destination
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.split import find_groups
 from stoker_watch.errors import DataError
-
 from tests.drawn import draw
 from tests.trainer.data.exports import open_images_row, open_images_table, save_images
 from tests.trainer.data.shards import write_tar

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.data.images.headers import HEAD_BYTES, IMAGE_FORMATS, MAX_PIXELS, parse_header, read_header
 from stoker_watch.errors import DataError
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.data.loading.samples import LoaderSpec
@@ -19,7 +20,6 @@ from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.hardware.device import select_device
 from stoker_watch.cli.app import main
 from stoker_watch.errors import StokerError
-
 from tests.trainer.data import hostile
 from tests.trainer.data.hostile_tfrecord import tfrecord
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from stoker.data.convert import convert
+from stoker.data.formats import tfrecord_bytes
+from stoker.data.formats import yolo as yolo_module
 from stoker.data.formats.webdataset import DamagedArchive, iter_members
 from stoker.data.index import Index, open_index
 from stoker.data.remote import download_image
 from stoker.data.validation.check import check_dataset
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, StokerError, StorageError
-
-from stoker.data.formats import tfrecord_bytes
-from stoker.data.formats import yolo as yolo_module
 from tests.bounded import bounded
 from tests.drawn import draw
 from tests.trainer.data.hostile import encoded

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data.index import Index, missing_images, open_index, require_images
+from stoker.data.validation import clean
 from stoker.data.validation.clean import SplitOptions, hash_to_unit_interval
 from stoker_watch.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
-
-from stoker.data.validation import clean
 from tests.fixtures.data_index import content, refuse_reading
 
 HASHES = (0.3741817284737937, 0.8564542239357997)

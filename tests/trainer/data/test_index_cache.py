@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from stoker.data.index import open_index
 
+from stoker.data.index import open_index
 from tests.fixtures.data_index import content, refuse_reading
 
 

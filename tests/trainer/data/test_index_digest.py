@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.index import open_index
 from stoker.data.index_digest import describe_changes, digest_images
-
 from tests.drawn import draw
 
 TRAIN = "train/_annotations.coco.json"

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_cvat import boxes_by_image, split_of
 from tests.trainer.data.exports import region, save_images, task
 

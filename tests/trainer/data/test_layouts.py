@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+
 from stoker.config.settings import Config, DataSettings
 from stoker.data.index import Index, missing_images, open_index, open_index_of, require_images
 from stoker.data.validation.check import CheckReport, check_dataset
@@ -15,7 +16,6 @@ from stoker.data.validation.clean import SplitOptions
 from stoker.training.run_selection import with_absolute_paths
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError
-
 from tests.drawn import draw
 
 WIDTH, HEIGHT = 60, 40

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from stoker.data.loading.loader import compute_max_boxes
 from stoker_watch.errors import CheckpointError
-
 from tests.fixtures.data_loader import (  # noqa: F401
     index,
     test_a_batch_keeps_the_contract,

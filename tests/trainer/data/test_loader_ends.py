@@ -9,10 +9,10 @@ import threading
 
 import pytest
 import torch
-from stoker.data.loading.loader import BUFFERS_IN_USE
-from stoker_watch.errors import OutOfMemoryError, SystemLimitError
 
 from stoker.data.loading import samples
+from stoker.data.loading.loader import BUFFERS_IN_USE
+from stoker_watch.errors import OutOfMemoryError, SystemLimitError
 from tests.trainer.data.loading import (
     PREFETCH_DEPTH,
     InMemoryIndex,

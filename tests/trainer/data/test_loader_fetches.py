@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
+
 from stoker.data.loading.worker_pool import iter_rank_positions
 from stoker_watch.errors import DataError, ObjectMissing, StorageError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.trainer.data.loading import InMemoryIndex, assert_same, image_indices_of, make, stream, take
 from tests.watch.storage.servers import Conditions, apply, google_server
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
+from stoker.data.loading import processes as processes_module
 from stoker.data.loading.loader import choose_prefetch_depth
 from stoker.data.loading.process_main import load_payload
 from stoker.data.loading.processes import MIN_CORES, WorkerProcesses, choose_worker_processes, save_payload
 from stoker_watch.errors import OutOfMemoryError, PreflightError, StokerError
-
-from stoker.data.loading import processes as processes_module
 from tests.fixtures.data_loader import (  # noqa: F401
     test_a_batch_keeps_the_contract,
     test_a_batch_larger_than_the_data_set,

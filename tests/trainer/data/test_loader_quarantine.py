@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from stoker_watch.errors import DataError
 
 from stoker.data.loading import samples
+from stoker_watch.errors import DataError
 from tests.fixtures.data_loader_quarantine import (  # noqa: F401
     DAMAGE,
     index,

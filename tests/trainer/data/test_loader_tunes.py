@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+from stoker.data.loading import loader as loader_module
 from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.data.loading.samples import BatchTask
 from stoker.data.loading.stats import default_num_workers
 from stoker.data.loading.worker_pool import SampleTask, WorkerPool
 from stoker_watch.hardware.cgroup import host_cores
-
-from stoker.data.loading import loader as loader_module
 from tests.trainer.data.loading import InMemoryIndex, LateDevice, assert_same, loader_threads, make, stream, take
 
 

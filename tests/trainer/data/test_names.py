@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.data.formats.images import find_existing_dir, resolve_names
 from stoker.data.formats.tables import group_by_folder
 from stoker.data.index import open_index
 from stoker.data.validation.problems import PROBLEM_KINDS
-
 from tests.trainer.data.examples import property_test
 
 

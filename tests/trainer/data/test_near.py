@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from stoker.data.index import open_index
 from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.data.validation.problems import Problem

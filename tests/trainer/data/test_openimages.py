@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+
 from stoker.data.index import open_index
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_cvat import boxes_by_image, split_of
 from tests.trainer.data.exports import open_images_row, open_images_table, save_images
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.formats.folders import format_texts
 from stoker.data.index import open_index
 from stoker_watch.errors import DataError
-
 from tests.trainer.data.exports import save_images
 
 SUPERVISELY = {

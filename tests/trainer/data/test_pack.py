@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+
+from stoker.data import packing
 from stoker.data.formats.webdataset import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, compute_max_boxes
@@ -28,8 +30,6 @@ from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError, UsageError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.data import packing
 from tests.fixtures.data_convert import annotated, coco, data_sets, two_splits
 from tests.fixtures.data_pack import small_shards
 from tests.fixtures.data_same_index import WRITE, Drawn, content, drawings

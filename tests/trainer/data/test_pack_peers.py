@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.index import Index, open_index
 from stoker.data.packing import PackOptions, in_threads, pack
-
 from tests.fixtures.data_convert import annotated, coco
 from tests.trainer.data.tfrecords import jpeg
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.data.index import open_index, require_images
 from stoker_watch.errors import DataError
-
 from tests.trainer.data.shards import write_hub_parquet
 from tests.trainer.data.tfrecords import jpeg
 

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from stoker.data import geometry
+from stoker.data.images import pixel_cache
 from stoker.data.images.decode import decode
 from stoker.data.images.pixel_cache import (
     BLOCK_BYTES,
@@ -25,9 +28,6 @@ from stoker.data.images.pixel_cache import (
     open_cache_file,
 )
 from stoker.data.index import Index, open_index
-
-from stoker.data import geometry
-from stoker.data.images import pixel_cache
 from tests.fixtures.data_pixel_cache import PLENTY, SIDES, SPEC, cache_of, draw, fill, make
 from tests.trainer.data import tfrecords
 

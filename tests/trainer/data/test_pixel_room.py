@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+
+from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import (
     CachedImageSpec,
     CachePolicyInputs,
@@ -21,8 +23,6 @@ from stoker.data.images.pixel_cache import (
     open_cache,
 )
 from stoker_watch.errors import ConfigError
-
-from stoker.data.images import pixel_cache
 from tests.fixtures.data_pixel_cache import SPEC, cache_of, draw, fill
 
 GB = 10**9

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
 from stoker.config.settings import DataSettings
 from stoker.data.index import Index, open_index
 from stoker.inference.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, make_preview
 from stoker_watch.cli.app import main
 from stoker_watch.errors import UsageError
-
 from tests.drawn import draw
 
 PLAIN = DataSettings(

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from stoker.config.settings import Config
 from stoker.data.loading.repeat_factors import class_fractions, repeat_factors, repeated_order
 from stoker_watch.errors import CheckpointError
-
 from tests.trainer.data.loading import image_indices_of, make, take
 from tests.trainer.data.memory_index import InMemoryIndex
 

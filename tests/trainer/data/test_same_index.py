@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data.formats.finder import FORMATS
 from stoker.data.index import open_index
 from stoker_watch.errors import StokerError
-
 from tests.fixtures.data_same_index import CLASSES, DAMAGED, DRAWN, WRITE, Drawn, content, drawings
 from tests.trainer.data.examples import property_test
 from tests.trainer.data.tfrecords import jpeg

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.samples import BatchTask, LoaderSpec, Plan, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import Counters
-
 from tests.trainer.data.loading import CPU, IMAGE_SIZE, InMemoryIndex
 
 COUNT, BATCH = 13, 8

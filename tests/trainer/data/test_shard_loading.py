@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+
 from stoker.data.loading.samples import LoaderSpec, SampleStream
 from stoker.data.loading.worker_pool import Prefetcher, iter_rank_positions
 from stoker_watch.errors import CheckpointError
 from stoker_watch.storage import fetcher as fetcher_module
 from stoker_watch.storage.store import Store, open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.trainer.data.loading import CPU, IMAGE_SIZE, assert_same, image_indices_of, make, stream, take
 from tests.trainer.data.memory_shards import ShardIndex
 from tests.watch.storage.servers import Conditions, ServedBucket, apply, google_server

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker.data.index import ImageRanges
-from stoker.data.loading.shard_order import EpochOrder, ShardOrder, assign_blocks, choose_buffer
 
+from stoker.data.index import ImageRanges
 from stoker.data.loading import shard_order
+from stoker.data.loading.shard_order import EpochOrder, ShardOrder, assign_blocks, choose_buffer
 
 MIB = 2**20
 

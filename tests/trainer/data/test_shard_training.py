@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
 from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import open_index
 from stoker.data.packing import PackOptions, in_threads, pack
@@ -24,7 +25,6 @@ from stoker_watch.runs.records import CONFIG, QUARANTINE, read_lines
 from stoker_watch.runs.schemas import Quarantined
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.drawn import draw
 from tests.watch.storage.servers import Conditions, ServedBucket, Server, apply, google_server, s3_server
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
+
 from stoker.config.settings import Config, DataSettings, from_run, to_toml
 from stoker.data.index import Index, open_index, open_index_of
 from stoker.data.validation.clean import SplitOptions, stratify
 from stoker.data.validation.split import difference_hash, find_groups, group_by_name, make_splits
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError, UsageError
-
 from tests.drawn import draw
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+
 from stoker.data.anchor_fit import AnchorConfig, best_image_size
 from stoker.data.index import open_index
 from stoker.data.validation.stats import GRID_SIZE, DatasetStats, ModelInput, compute_stats

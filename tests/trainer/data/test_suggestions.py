@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from stoker.data.anchor_fit import AnchorConfig, best_iou
 from stoker.data.index import open_index
 from stoker.data.validation.suggestions import Suggestion, suggest
-
 from tests.trainer.data.test_stats import PAPER, write
 
 SETTINGS: dict[str, Any] = {

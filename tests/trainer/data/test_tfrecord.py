@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
+
+from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats.tfrecord_bytes import label_map_text, looks_like_label_map, masked_crc, read_label_map
 from stoker.data.index import Index, open_index, require_images
 from stoker_watch.errors import DataError, StokerError
-
-from stoker.data.formats import tfrecord_bytes
 from tests.trainer.data.examples import property_test
 from tests.trainer.data.tfrecords import (
     Box,

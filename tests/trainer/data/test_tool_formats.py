@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.convert import convert
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.check import check_dataset
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_cvat import boxes_by_image, split_of
 from tests.trainer.data.exports import save_images
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+
 from stoker.data.loading.loader import Loader, LoaderSpec
 from stoker.data.loading.samples import compute_max_boxes
 from stoker.evaluation.detections import empty_detections
 from stoker.evaluation.evaluate import sample_images
 from stoker.hardware.device import Device
-
 from tests.fixtures.data_upright import SHOWN, red_where, write
 
 

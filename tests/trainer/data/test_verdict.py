@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.check import check_dataset
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError
-
 from tests.drawn import draw
 
 SMALL = ("--model", "retinanet_tiny_fpn", "--weights", "none", "--image-size", "64", "64", "--batch-size", "2")

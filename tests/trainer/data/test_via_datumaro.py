@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from stoker.data.index import open_index
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_cvat import boxes_by_image
 from tests.trainer.data.test_other_formats import CONVERTED, SETS, write_set
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from stoker.data.index import missing_images, open_index, require_images
 from stoker_watch.errors import DataError
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.data.loading.stats import DECODE, FETCH, QUEUE, Counters, split_wait
 
 seconds = st.floats(0, 100)

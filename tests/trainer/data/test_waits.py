@@ -7,11 +7,11 @@ import contextlib
 import time
 
 import pytest
+
+from stoker.data.loading import samples
 from stoker.data.loading.loader import BatchFinalizer
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.runs.records import INPUT_STAGES
-
-from stoker.data.loading import samples
 from tests.timing import undisturbed_once
 from tests.trainer.data.loading import InMemoryIndex, LateDevice, make
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker.data.formats.finder import data_file_suffixes
 from stoker.data.index import open_index
 from stoker.data.remote import resolve_dataset
 from stoker_watch.errors import DataError, StokerError
 from stoker_watch.storage.uri import parse_uri
-
 from tests.fixtures.data_same_index import WRITE
 from tests.trainer.data.buckets import DRAWN, same
 from tests.watch.storage.servers import Server, apply, web_server

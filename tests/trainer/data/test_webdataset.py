@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+
 from stoker.data.formats.objects import UnknownLayout, read_boxes
 from stoker.data.images.source import is_copied
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError
-
 from tests.trainer.data.examples import property_test
 from tests.trainer.data.shards import write_tar
 from tests.trainer.data.tfrecords import jpeg

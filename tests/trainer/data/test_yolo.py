@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker.data.index import Index, open_index, require_images
 from stoker_watch.errors import DataError
-
 from tests.fixtures.data_yolo import ROW, flat, kinds, label, make_image
 from tests.trainer.data.examples import property_test
 

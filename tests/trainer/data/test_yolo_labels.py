@@ -4,9 +4,9 @@ import unicodedata
 from pathlib import Path
 
 from hypothesis import strategies as st
+
 from stoker.data.formats.yolo import match_labels
 from stoker.data.index import open_index
-
 from tests.fixtures.data_yolo import flat, kinds, label, make_image
 from tests.trainer.data.examples import property_test
 

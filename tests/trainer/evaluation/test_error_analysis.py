@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.evaluation.coco import match_detections
 from stoker.evaluation.detections import Detections, GroundTruth
 from stoker.evaluation.error_analysis import (
@@ -24,7 +25,6 @@ from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker_watch.errors import UsageError
 from stoker_watch.runs.evaluation import ERROR_TYPES, NUM_RECALL_POINTS, Evaluation, read_evaluation
 from stoker_watch.runs.records import EVALUATION, RunFolder
-
 from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 
 DOCUMENT = (Path(__file__).parents[3] / "docs/run-folder.md").read_text()

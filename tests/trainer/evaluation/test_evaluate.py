@@ -10,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
+from stoker.evaluation import coco
 from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import (
@@ -25,12 +28,9 @@ from stoker.evaluation.evaluate import (
     sample_images,
 )
 from stoker.hardware.device import Device
+from stoker.models import BatchDetections, build, get_architecture
 from stoker_watch.errors import DataError
 from stoker_watch.runs.evaluation import COCO_SUMMARY, Metrics
-from torch import Tensor, nn
-
-from stoker.evaluation import coco
-from stoker.models import BatchDetections, build, get_architecture
 from tests.drawn import draw
 from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 from tests.host_sync import ForbidHostSync, HostSyncError

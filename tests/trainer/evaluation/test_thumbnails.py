@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+
 from stoker.data.images.decode import thumbnail
 from stoker.evaluation.thumbnails import MAX_JPEG_BYTES, make_thumbnail
 from stoker_watch.runs.evaluation import Thumbnail

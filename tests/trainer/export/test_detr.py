@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stoker.inference.runtime import OnnxModel
 
 from stoker.export import graph, parity
+from stoker.inference.runtime import OnnxModel
 from stoker.models import build
 from stoker.models.weights import model_file
 from tests.trainer.models.samples import make_batch, settings_of

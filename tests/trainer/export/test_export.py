@@ -22,15 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
-from stoker.config.settings import Config, to_toml
-from stoker.inference.runtime import OnnxModel
-from stoker.models.table import MODELS
-from stoker_watch.cli import app
-from stoker_watch.errors import ParityError
 
 from stoker import models
+from stoker.config.settings import Config, to_toml
 from stoker.export import graph, parity, programs, write
+from stoker.inference.runtime import OnnxModel
+from stoker.models.table import MODELS
 from stoker.models.weights import model_file
+from stoker_watch.cli import app
+from stoker_watch.errors import ParityError
 from tests.drawn import CLASSES, draw
 
 IMAGE_SIZE = (96, 128)

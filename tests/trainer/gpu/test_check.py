@@ -17,7 +17,6 @@ from stoker.planning.check import ask_memory_fit  # noqa: E402
 from stoker.preflight.gpu import check_gpu  # noqa: E402
 from stoker.preflight.short import quick_findings  # noqa: E402
 from stoker_watch.recording.telemetry.gpu import read_driver  # noqa: E402
-
 from tests.drawn import draw  # noqa: E402
 
 

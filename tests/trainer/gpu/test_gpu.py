@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.config.settings import DataSettings, OptimSettings, from_fields
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
+from stoker.models import build
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
@@ -17,8 +19,6 @@ from stoker_watch.recording.ledger import Ledger
 from stoker_watch.recording.telemetry.gpu import GpuSampler
 from stoker_watch.runs.records import DEVICES, STEPS, read_lines
 from stoker_watch.runs.schemas import DeviceSample, StepWindow
-
-from stoker.models import build
 from tests.drawn import draw
 from tests.trainer.models.samples import settings_of
 

@@ -5,17 +5,17 @@ import types
 
 import pytest
 import torch
+from torch import Tensor
+
 from stoker.config.settings import Config
 from stoker.hardware.device import Device, select_device
+from stoker.models import build
+from stoker.models.layers import losses, matching
 from stoker.models.layers.convolutions import use_fused_convs
+from stoker.training import make_step
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
 from stoker.training.step import make_loss_fn
-from torch import Tensor
-
-from stoker.models import build
-from stoker.models.layers import losses, matching
-from stoker.training import make_step
 from tests.trainer.models.samples import make_batch, settings_of
 
 pytestmark = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device, select_device
 from stoker.training.trace import WINDOW_STEPS, Tracer
 from stoker_watch.recording.ledger import Ledger, TimeBreakdown

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from stoker.config.settings import from_fields
 from stoker.data.batch import Batch
 from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
@@ -13,7 +14,6 @@ from stoker.hardware.device import Device, select_device
 from stoker.training.run import train
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
-
 from tests.drawn import draw
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 from tests.trainer.data.loading import PREFETCH_DEPTH, loader_threads, make

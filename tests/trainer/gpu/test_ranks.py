@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from stoker.config.settings import OptimSettings
 from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
+from stoker.models import Detector, build
 from stoker.training.cluster import RankPlace
 from stoker.training.ddp import Ddp
 from stoker.training.fsdp import Fsdp, Sharding
@@ -18,8 +20,6 @@ from stoker.training.ranks import joined
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn, train_step
 from stoker_watch.diagnosis.reader import read_run
-
-from stoker.models import Detector, build
 from tests.drawn import draw, run_stoker
 from tests.trainer.models.samples import make_batch, settings_of
 from tests.trainer.training.parallels import ignore, make_setup, step_of

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+
 from stoker.config.settings import OptimSettings
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
+from stoker.models import MODELS, build
 from stoker.models.fcos import LowPrecisionGroupNorm
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
-
-from stoker.models import MODELS, build
 from tests import fakes
 from tests.trainer.models.samples import settings_of
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker_watch.hardware import calibration
-from stoker_watch.hardware.calibration import MAX_FILE_BYTES, MeasuredStep, PredictedStep
 
 from stoker.models import MODELS
+from stoker_watch.hardware import calibration
+from stoker_watch.hardware.calibration import MAX_FILE_BYTES, MeasuredStep, PredictedStep
 
 
 def measured(**changes: Any) -> MeasuredStep:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device, block_size, block_size_for_memory
 from stoker_watch.recording.ledger import Ledger
 

@@ -4,10 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from stoker.hardware.device import Device, HostArenas, SideStream
 from torch import Tensor
 
 from stoker.hardware import device as devices
+from stoker.hardware.device import Device, HostArenas, SideStream
 from tests.fixtures.hardware_host_arena import pinning_device
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from stoker.export import write
 from stoker.inference.model import load
 from stoker_watch.cli import app
 from stoker_watch.errors import WeightsError
-
-from stoker.export import write
 from tests.bounded import bounded
 from tests.drawn import draw
 from tests.fixtures import exported_files

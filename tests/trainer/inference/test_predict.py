@@ -11,17 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import Tensor, nn
+
 from stoker.config.settings import ModelSettings
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import MIN_DRAW_SIDE, class_color, draw_boxes
 from stoker.hardware.device import Device
 from stoker.inference.predict import RESULTS_NAME, find_images, output_names, predict_images, predict_to_dir
+from stoker.models import BatchDetections as InSlots
 from stoker.models.weights.model_file import ModelMetadata
 from stoker_watch.errors import DataError, StorageError, UsageError
-from torch import Tensor, nn
-
-from stoker.models import BatchDetections as InSlots
 
 CPU = Device(torch.device("cpu"))
 CARD = ModelMetadata(settings=ModelSettings(), class_names=("lamp", "spare"), image_size=(96, 64), resize="letterbox")

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from stoker.data.convert import convert
 from stoker.data.index import open_index
 from stoker.inference.model import Model, load
+from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata
 from stoker_watch.errors import ConfigError, DataError, StokerError, UsageError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.models import build
 from tests.drawn import draw
 from tests.trainer.models.samples import settings_of
 from tests.watch.storage.servers import Server, apply, google_server, s3_server

@@ -10,11 +10,11 @@ import cv2
 import numpy as np
 import pytest
 from PIL import Image
+
+import stoker
 from stoker.models.weights.model_file import load_model
 from stoker_watch.cli.app import app
 from stoker_watch.runs.evaluation import read_evaluation
-
-import stoker
 from tests.drawn import draw
 from tests.trainer.inference.pretrained import write_weights
 

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision.models.detection import SSDLite320_MobileNet_V3_Large_Weights
+
+from stoker.data import remote
 from stoker.evaluation.coco import match_detections
 from stoker.evaluation.draw import find_label_place
 from stoker.evaluation.error_analysis import best_threshold
 from stoker.inference.model import Model, load
 from stoker.inference.prediction import Prediction
 from stoker_watch.errors import DataError, PreflightError, UsageError, WeightsError
-from torchvision.models.detection import SSDLite320_MobileNet_V3_Large_Weights
-
-from stoker.data import remote
 from tests.fixtures.evaluation_evaluate import random_case
 from tests.trainer.inference.pretrained import write_weights
 from tests.trainer.inference.test_predict import CARD, CPU, BrightObjectDetector, lamp

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch import Tensor, nn
+
+from stoker.data.images import decode
 from stoker.hardware.device import Device
 from stoker.inference.image_batches import Tiling, is_cut, merge_detections
 from stoker.inference.predict import predict_images
 from stoker.inference.prediction import Prediction
-from stoker_watch.errors import ConfigError
-from torch import Tensor, nn
-
-from stoker.data.images import decode
 from stoker.models import BatchDetections as InSlots
+from stoker_watch.errors import ConfigError
 
 CPU = Device(torch.device("cpu"))
 CANVAS = (320, 320)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from stoker.inference.video import read_frames, video_writer
-from stoker_watch.errors import DataError, PreflightError, StorageError, UsageError
 
 from stoker.inference import image_batches, video
+from stoker.inference.video import read_frames, video_writer
+from stoker_watch.errors import DataError, PreflightError, StorageError, UsageError
 from tests.trainer.inference.test_results import double
 
 av = pytest.importorskip("av", reason="the package av is not installed: pip install 'stoker[video]'")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.launching.advise import LaunchAdvice, advise, print_advice
 from stoker.launching.jobs import remember
 from stoker.launching.spec import Job
 from stoker_watch.cli.app import app
 from stoker_watch.errors import UsageError
-
 from tests.fixtures.launching_advise import make_run
 from tests.watch.report.runs import write_run
 

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from stoker.cli.launch import launch_app
 from stoker.launching.google_cloud import PROJECT_VARIABLES, REGION_VARIABLES
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import requests
+
+from stoker.launching import google_cloud
 from stoker.launching.google_cloud import GcpBatch
 from stoker.launching.jobs import submit
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
 from stoker_watch.errors import ConfigError, PreflightError, StokerError, UsageError
-
-from stoker.launching import google_cloud
 from tests.trainer.launching.cloud import FakeApi, make_spec, serving
 
 PLACE = PlaceOptions(project="vision", region="europe-west4")

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+
 from stoker_watch.cli.app import main
 from stoker_watch.runs.records import LAUNCH
-
 from tests.fixtures.special_files import replace_by
 
 Command = Callable[..., tuple[int, str]]

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.launching.advise import advise, apply
 from stoker.launching.jobs import last_job, remember, submit
 from stoker.launching.kubernetes import Kubernetes
@@ -23,7 +24,6 @@ from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOp
 from stoker.training.cluster import find_place
 from stoker_watch.cli.app import app
 from stoker_watch.errors import PreflightError, StokerError, UsageError
-
 from tests.bounded import bounded
 from tests.fixtures.launching_advise import make_run
 from tests.fixtures.special_files import replace_by

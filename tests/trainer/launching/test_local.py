@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.launching.jobs import last_job
 from stoker.launching.spec import open_place
 from stoker_watch.runs.records import CHECKPOINTS
-
 from tests.chaos.harness import FOLDER_VARIABLE, assert_same_weights, merge_flags, processes_of, train
 from tests.drawn import draw
 from tests.trainer.launching.slurm_cluster import wait_for

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+
 from stoker.data.formats.webdataset import INDEX_FILE, read_info
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.fixtures.data_convert import annotated, coco
 from tests.watch.storage.servers import Server, apply, s3_server
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker.launching.jobs import last_job, read_jobs
 from stoker.launching.slurm import Slurm
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, PlaceOptions, open_place
 from stoker_watch.errors import PreflightError
 from stoker_watch.runs.records import CHECKPOINTS, EVENTS, FINAL, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.chaos.harness import FOLDER_VARIABLE, assert_same_weights, merge_flags, train
 from tests.drawn import draw
 from tests.trainer.launching.slurm_cluster import require_slurm, slurm_cluster, wait_for

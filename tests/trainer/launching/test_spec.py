@@ -13,7 +13,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.config.settings import Config, to_toml
+from stoker.launching import jobs, ray_cluster
 from stoker.launching.elastic import choose_nodes
 from stoker.launching.jobs import last_job, read_jobs, remember, submit
 from stoker.launching.request import check_launch, make_spec, parse_nodes
@@ -24,8 +26,6 @@ from stoker_watch.durations import parse_time_s
 from stoker_watch.errors import ConfigError, StokerError
 from stoker_watch.runs.records import LAUNCH, RunFolder
 from stoker_watch.runs.schemas import Event
-
-from stoker.launching import jobs, ray_cluster
 
 Command = Callable[..., tuple[int, str]]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import requests
+
+from stoker.launching import google_cloud
 from stoker.launching.google_cloud import Vertex
 from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
 from stoker.training.bucket_run import vertex_folders
 from stoker.training.cluster import find_place
 from stoker_watch.errors import PreflightError, StokerError, UsageError
-
-from stoker.launching import google_cloud
 from tests.trainer.launching.cloud import FakeApi, make_spec, serving
 
 PLACE = PlaceOptions(project="vision", region="europe-west4")

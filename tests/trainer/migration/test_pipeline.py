@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stoker.config import settings
 from stoker.config.settings import Config, from_toml
 from stoker.migration.pipeline import ImportReport, import_pipeline, print_import, write_config
 from stoker.migration.text_format import read_message
 from stoker.models.table import check_image_size, check_settings, get_architecture
 from stoker_watch.cli.app import app
 from stoker_watch.errors import ConfigError, UsageError
-
-from stoker.config import settings
 from tests.trainer.migration import configs
 from tests.trainer.migration.configs import zoo
 

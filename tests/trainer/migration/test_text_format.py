@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import descriptor_pb2, text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.migration.text_format import MAX_BYTES, MAX_DEPTH, Message, read_message
 from stoker_watch.errors import ConfigError
 

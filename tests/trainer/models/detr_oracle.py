@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from stoker.data.batch import Batch
-from stoker.models.layers.denoising import DenoisingQueries
 from torch import Tensor, nn
 from transformers import Deimv2Config, Deimv2ForObjectDetection, DFineConfig, DFineForObjectDetection, HGNetV2Config
 from transformers.loss.loss_d_fine import DFineLoss
 from transformers.loss.loss_deimv2 import Deimv2Loss
 from transformers.models.d_fine import modeling_d_fine
 from transformers.models.deimv2 import modeling_deimv2
+
+from stoker.data.batch import Batch
+from stoker.models.layers.denoising import DenoisingQueries
 
 LIGHT = [False, False, True, True]
 B0 = {

@@ -12,10 +12,10 @@ from unittest import mock
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from stoker.config.settings import Config
-from stoker.hardware.device import select_device
 from torch import Tensor
 
+from stoker.config.settings import Config
+from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching, triton_kernels
 from stoker.training import make_step

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from stoker.data.batch import Batch
-from stoker.models.backbones import TinyBackbone
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.models.detection import RetinaNet
@@ -24,7 +22,9 @@ from torchvision.models.detection.retinanet import RetinaNetHead
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
+from stoker.data.batch import Batch
 from stoker.models import Detector
+from stoker.models.backbones import TinyBackbone
 
 CLASS_HEAD = "head.classification_head.cls_logits."
 

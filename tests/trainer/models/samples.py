@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
+
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import NUM_RAND, Batch
-
 from stoker.models import MODELS, Detector, build
 
 ALIKE = tuple(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from stoker.config.architectures import make_architecture
-from stoker.models.layers.boxes import iou
 
+from stoker.config.architectures import make_architecture
 from stoker.knowledge import read_toml
 from stoker.models import MODELS, build, detect_architecture, table
+from stoker.models.layers.boxes import iou
 from stoker.models.weights import model_file
 from tests.trainer.models import test_boxes, test_no_waits
 from tests.trainer.models.samples import make_batch, settings_of
@@ -60,7 +60,7 @@ def test_the_tests_of_every_row_pass() -> None:
 def test_the_page_names_the_tests_of_every_row() -> None:
     over_models = [
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests" / "models").glob("test_*.py")
+        for path in (ROOT / "tests/trainer/models").glob("test_*.py")
         if re.search(r"^@pytest.mark.parametrize\([^\n]*\bMODELS\b", path.read_text(), re.MULTILINE)
     ]
     assert "tests/trainer/models/test_no_waits.py" in over_models

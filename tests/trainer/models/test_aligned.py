@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from stoker.models.ember import TALAssignment, assign_task_aligned
 from stoker.models.fcos import grid_points
 from stoker.models.layers.matching import BACKGROUND
-from torch import Tensor
 
 CANVAS = (64, 96)
 CENTRE = grid_points(CANVAS, [(8, 12), (4, 6), (2, 3)], torch.device("cpu"), shift=0.5).center

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from stoker.models.layers.convolutions import FoldedConv2d, PaddedConv2d
-from stoker.models.layers.norms import FrozenBatchNorm2d
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from stoker.models import Detector, build, detector
 from stoker.models.layers import convolutions
+from stoker.models.layers.convolutions import FoldedConv2d, PaddedConv2d
+from stoker.models.layers.norms import FrozenBatchNorm2d
 from tests.host_sync import ForbidHostSync
 from tests.trainer.models.samples import make_batch, settings_of
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchvision.models.detection._utils import BoxCoder
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.retinanet import _default_anchorgen
+from torchvision.ops import box_iou, clip_boxes_to_image, generalized_box_iou_loss
+
 from stoker.config.settings import read_recipes
+from stoker.models import MODELS, build
 from stoker.models.layers.boxes import (
     MAX_LOG_SCALE,
     area,
@@ -18,13 +25,6 @@ from stoker.models.layers.boxes import (
     iou,
 )
 from stoker_watch.errors import ConfigError
-from torchvision.models.detection._utils import BoxCoder
-from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.image_list import ImageList
-from torchvision.models.detection.retinanet import _default_anchorgen
-from torchvision.ops import box_iou, clip_boxes_to_image, generalized_box_iou_loss
-
-from stoker.models import MODELS, build
 from tests.trainer.models.samples import ALIKE, settings_of
 
 

@@ -6,12 +6,12 @@ from collections import OrderedDict
 import pytest
 import torch
 import torchvision
-from stoker.models.backbones import BACKBONES
-from stoker.models.networks import mobilenet_v3_large
-from stoker.models.weights.load import COCO_CHANNELS
 from torch import Tensor, nn
 
 from stoker.models import MODELS
+from stoker.models.backbones import BACKBONES
+from stoker.models.networks import mobilenet_v3_large
+from stoker.models.weights.load import COCO_CHANNELS
 
 NAMES = [
     "resnet18",

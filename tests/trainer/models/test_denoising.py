@@ -1,10 +1,10 @@
 """The noise of denoising queries."""
 
 import torch
+
 from stoker.models.layers.boxes import cxcywh_to_xyxy
 from stoker.models.layers.denoising import make_denoising_queries
 from stoker.models.layers.set_criterion import make_truth
-
 from tests.trainer.models.samples import make_batch
 
 CANVAS = (96, 128)

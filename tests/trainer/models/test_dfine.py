@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
+from stoker.models import build
 from stoker.models.detr_weights import convert_dfine
 from stoker.models.dfine import LOSS_WEIGHTS, DFine
 from stoker.models.layers.box_distribution import decode_sides
 from stoker.models.layers.denoising import make_denoising_queries
 from stoker.models.layers.set_criterion import make_truth
 from stoker.training.optim import OptimizerStep
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from stoker.models import build
 from tests.trainer.models.detr_oracle import CONFIGS, give_noise, labels_of, make_oracle, oracle_terms
 from tests.trainer.models.samples import make_batch, settings_of
 

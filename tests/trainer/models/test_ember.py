@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torchvision.ops import generalized_box_iou_loss
+
+from stoker.export import graph, parity
 from stoker.inference.runtime import OnnxModel
+from stoker.models import Detector, build
 from stoker.models.ember import (
     Ember,
     EmberOutputs,
@@ -18,15 +25,8 @@ from stoker.models.ember import (
 )
 from stoker.models.fcos import ltrb_to_boxes
 from stoker.models.layers.losses import soft_binary_cross_entropy
-from stoker_watch.errors import ConfigError
-from torch import nn
-from torch.nn import functional
-from torch.optim import AdamW
-from torchvision.ops import generalized_box_iou_loss
-
-from stoker.export import graph, parity
-from stoker.models import Detector, build
 from stoker.models.weights import model_file
+from stoker_watch.errors import ConfigError
 from tests.host_sync import ForbidHostSync
 from tests.trainer.models.samples import make_batch, settings_of
 

@@ -6,10 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from stoker.data.batch import Batch
-from stoker.inference.runtime import OnnxModel
-from stoker.models.fcos import assign_points, grid_points
-from stoker_watch.errors import WeightsError
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
@@ -21,9 +17,13 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
+from stoker.data.batch import Batch
 from stoker.export import graph, parity
+from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, Detector, build, detect_architecture, fcos, load_weights
+from stoker.models.fcos import assign_points, grid_points
 from stoker.models.weights import model_file
+from stoker_watch.errors import WeightsError
 from tests import fakes
 from tests.host_sync import ForbidHostSync
 from tests.trainer.models.samples import calibrated_model, make_batch, settings_of

@@ -5,14 +5,14 @@ import functools
 
 import pytest
 import torch
-from stoker.models.layers.convolutions import ConvReLU, fold_frozen_norms, use_fused_convs
-from stoker.models.layers.norms import FrozenBatchNorm2d
-from stoker.models.layers.winograd import without_winograd
-from stoker.models.networks import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
 from stoker.models import build
 from stoker.models.layers import convolutions
+from stoker.models.layers.convolutions import ConvReLU, fold_frozen_norms, use_fused_convs
+from stoker.models.layers.norms import FrozenBatchNorm2d
+from stoker.models.layers.winograd import without_winograd
+from stoker.models.networks import BasicBlock, Bottleneck
 from tests import fakes
 from tests.trainer.models.samples import make_batch, settings_of
 

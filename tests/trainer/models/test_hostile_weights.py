@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from stoker.config.settings import ModelSettings
+from stoker.models import build, load_weights
 from stoker.models.weights.model_file import ModelMetadata, load_model
 from stoker_watch.errors import WeightsError
-
-from stoker.models import build, load_weights
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 from tests.trainer.models.samples import settings_of

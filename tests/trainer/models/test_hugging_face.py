@@ -16,14 +16,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save
+from torch import Tensor
+
 from stoker.config.architectures import PRETRAINED_NAMES, make_architecture
+from stoker.models import MODELS, Detector, build, load_weights
 from stoker.models.table import FAMILIES
 from stoker.models.weights.hub import HUB_URL, fetch_weights, file_name
 from stoker.models.weights.load import COCO_CLASSES
 from stoker_watch.errors import WeightsError
-from torch import Tensor
-
-from stoker.models import MODELS, Detector, build, load_weights
 from tests.trainer.models.detr_oracle import make_oracle
 from tests.trainer.models.samples import settings_of
 

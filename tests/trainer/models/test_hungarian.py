@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
-from stoker.models.layers.hungarian import assign
 from torch import Tensor
 
+from stoker.models.layers.hungarian import assign
 from tests.host_sync import ForbidHostSync
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,14 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker.models.layers.boxes import decode
-from stoker.models.layers.losses import box_loss, focal_loss, soft_binary_cross_entropy
-from stoker.models.layers.matching import BACKGROUND, IGNORED
-from stoker.models.layers.norms import FrozenBatchNorm2d
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models.detection._utils import BoxCoder
 from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
+
+from stoker.models.layers.boxes import decode
+from stoker.models.layers.losses import box_loss, focal_loss, soft_binary_cross_entropy
+from stoker.models.layers.matching import BACKGROUND, IGNORED
+from stoker.models.layers.norms import FrozenBatchNorm2d
 
 PICTURES, ANCHORS, CLASSES = 3, 11, 4
 

@@ -3,10 +3,11 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker.models.layers.matching import BACKGROUND, match_anchors
 from torch import Tensor
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
+
+from stoker.models.layers.matching import BACKGROUND, match_anchors
 
 # Whole coordinates on a small grid: boxes tie with each other, repeat, and equal anchors all the time.
 corners = st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))

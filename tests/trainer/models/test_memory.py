@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from stoker.data.batch import Batch
-from stoker.models.layers.activation_checkpointing import segments
-from stoker.models.layers.norms import SafeSyncBatchNorm
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stoker.data.batch import Batch
 from stoker.models import MODELS, Detector, build
+from stoker.models.layers.activation_checkpointing import segments
+from stoker.models.layers.norms import SafeSyncBatchNorm
 from tests import fakes
 from tests.host_sync import ForbidHostSync
 from tests.trainer.models.samples import ALIKE, make_batch, settings_of

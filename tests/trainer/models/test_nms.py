@@ -8,9 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
 from stoker.data.batch import Batch
 from stoker.evaluation.evaluate import detect_batches
 from stoker.hardware.device import Device
+from stoker.models.layers import postprocess
 from stoker.models.layers.postprocess import (
     BatchDetections,
     Candidates,
@@ -19,10 +23,6 @@ from stoker.models.layers.postprocess import (
     nms_in_rounds,
     rescale_to_original,
 )
-from torch import Tensor
-from torchvision.ops import batched_nms
-
-from stoker.models.layers import postprocess
 from tests.host_sync import ForbidHostSync
 
 CPU = Device(torch.device("cpu"))

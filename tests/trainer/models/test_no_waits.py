@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stoker.data.augment import augment_batch
-from stoker.hardware.device import allow_host_sync, allowed_host_syncs
-from stoker.training.optim import OptimizerStep
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
+from stoker.data.augment import augment_batch
+from stoker.hardware.device import allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess
+from stoker.training.optim import OptimizerStep
 from tests import fakes
 from tests.fixtures.models_no_waits import make_stepper
 from tests.host_sync import ForbidHostSync, HostSyncError

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from stoker.models.layers.norms import FrozenBatchNorm2d, SafeBatchNorm2d, SafeSyncBatchNorm
 from torch import nn
 from torch.nn import functional
 
 from stoker.models import build
+from stoker.models.layers.norms import FrozenBatchNorm2d, SafeBatchNorm2d, SafeSyncBatchNorm
 from tests.trainer.models.samples import make_batch, settings_of
 
 WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite320_mobilenet_v3_large")

@@ -5,13 +5,13 @@ import contextlib
 
 import pytest
 import torch
-from stoker.config.settings import ModelSettings
-from stoker.planning.fake_accelerator import MEMORY_BYTES
 from torch import Tensor
 from torch.utils import _pytree
 
+from stoker.config.settings import ModelSettings
 from stoker.hardware import device
 from stoker.models import MODELS, Detector, build
+from stoker.planning.fake_accelerator import MEMORY_BYTES
 from tests import fakes
 from tests.trainer.models.samples import make_batch, settings_of
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from stoker.models.layers.pointwise import PointwiseConv, num_parts, use_onednn_for_pointwise
 from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
+
+from stoker.models.layers.pointwise import PointwiseConv, num_parts, use_onednn_for_pointwise
 
 
 @pytest.fixture(autouse=True)

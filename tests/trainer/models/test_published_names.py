@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.models.detr_weights import convert_dfine
-from stoker.models.dfine import DFine
 
 from stoker.models import build
+from stoker.models.detr_weights import convert_dfine
+from stoker.models.dfine import DFine
 from tests.trainer.models.published.make import QUERIES, fill, images
 from tests.trainer.models.samples import settings_of
 

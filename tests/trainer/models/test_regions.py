@@ -4,16 +4,16 @@ import inspect
 
 import pytest
 import torch
-from stoker.models.faster_rcnn import FasterRCNN, Proposals, RPNOutputs, propose, sample_rois
-from stoker.models.layers.matching import KEY_RANGE, random_keys, sample_balanced
-from stoker.models.layers.postprocess import NMS_ROUNDS, fixed_point_nms
-from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
 from torch import Tensor
 from torchvision.models.detection import faster_rcnn as torchvision_faster_rcnn
 from torchvision.ops import MultiScaleRoIAlign, nms
 
 from stoker.models import faster_rcnn
+from stoker.models.faster_rcnn import FasterRCNN, Proposals, RPNOutputs, propose, sample_rois
 from stoker.models.layers import postprocess
+from stoker.models.layers.matching import KEY_RANGE, random_keys, sample_balanced
+from stoker.models.layers.postprocess import NMS_ROUNDS, fixed_point_nms
+from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
 
 
 def clustered(count: int, seed: int) -> Tensor:

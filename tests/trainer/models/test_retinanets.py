@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.evaluation.evaluate import SCORE_THRESHOLD
-from stoker.models.layers.postprocess import MAX_DETECTIONS
-from stoker.models.retinanet import RetinaNet
-from stoker_watch.errors import WeightsError
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.models.detection import retinanet as torchvision_retinanet
 
+from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.models import MODELS, build, detect_architecture, load_weights
+from stoker.models.layers.postprocess import MAX_DETECTIONS
+from stoker.models.retinanet import RetinaNet
+from stoker_watch.errors import WeightsError
 from tests.trainer.models.oracle import PARTS, SMALL_MODELS, check_detections, check_losses_and_gradients, oracle_of
 from tests.trainer.models.samples import calibrated_model, make_batch, settings_of
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stoker.inference.runtime import OnnxModel
-from stoker.models.detr_weights import convert_rf_detr
-from stoker.models.rf_detr import RFDETR
 from transformers import RfDetrConfig, RfDetrForObjectDetection
 from transformers.loss.loss_lw_detr import LwDetrHungarianMatcher, LwDetrImageLoss
 
 from stoker.export import graph, parity
+from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build
+from stoker.models.detr_weights import convert_rf_detr
+from stoker.models.rf_detr import RFDETR
 from stoker.models.weights import model_file
 from tests.host_sync import ForbidHostSync
 from tests.trainer.models.samples import make_batch, settings_of

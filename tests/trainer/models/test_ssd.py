@@ -8,12 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v3_large, vgg16
+from torchvision.models.detection import SSD300_VGG16_Weights, ssd300_vgg16, ssdlite320_mobilenet_v3_large
+from torchvision.models.detection.image_list import ImageList
+from torchvision.ops import box_iou
+
 from stoker.config.settings import from_fields
 from stoker.data.anchor_fit import best_image_size
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
+from stoker.export import graph, parity
 from stoker.hardware.device import Device
 from stoker.inference.runtime import OnnxModel
+from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND, match_anchors
 from stoker.models.ssd import SSD, SSDOutputs, detect_reduced_tail, hard_negative_cross_entropy
@@ -22,14 +30,6 @@ from stoker.models.weights.load import read_weights
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.defaults.derive import derive
 from stoker_watch.errors import ConfigError
-from torch import Tensor, nn
-from torchvision.models import mobilenet_v3_large, vgg16
-from torchvision.models.detection import SSD300_VGG16_Weights, ssd300_vgg16, ssdlite320_mobilenet_v3_large
-from torchvision.models.detection.image_list import ImageList
-from torchvision.ops import box_iou
-
-from stoker.export import graph, parity
-from stoker.models import MODELS, build, detect_architecture, load_weights
 from tests import fakes
 from tests.drawn import draw
 from tests.host_sync import ForbidHostSync

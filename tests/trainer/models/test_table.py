@@ -9,13 +9,13 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
-from stoker.config.architectures import ComputeCost, make_architecture
-from stoker.config.settings import read_recipes
-from stoker.models.layers.winograd import without_winograd
 from torch.utils.flop_counter import FlopCounterMode
 
+from stoker.config.architectures import ComputeCost, make_architecture
+from stoker.config.settings import read_recipes
 from stoker.knowledge import read_toml
 from stoker.models import MODELS, build
+from stoker.models.layers.winograd import without_winograd
 from tests import fakes
 from tests.trainer.models.samples import ALIKE, make_batch, settings_of
 

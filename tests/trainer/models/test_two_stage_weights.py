@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.models.table import MODELS
-from stoker.models.weights.load import ZERO_EPS_WEIGHTS, detect_architecture
 from torch import nn
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_fpn, fasterrcnn_resnet50_fpn
 
 from stoker.models import build, load_weights
+from stoker.models.table import MODELS
+from stoker.models.weights.load import ZERO_EPS_WEIGHTS, detect_architecture
 from tests.trainer.models.samples import settings_of
 
 R50, MOBILENET = "faster_rcnn_resnet50_fpn", "faster_rcnn_mobilenet_v3_large_fpn"

@@ -6,16 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from stoker.data.batch import Batch
-from stoker.models.layers.norms import BatchCounts
-from stoker.models.layers.weight_casts import WeightCasts
-from stoker.training.step import make_loss_fn
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from stoker.data.batch import Batch
 from stoker.models import Detector, build
+from stoker.models.layers.norms import BatchCounts
+from stoker.models.layers.weight_casts import WeightCasts
 from stoker.training import step
+from stoker.training.step import make_loss_fn
 from tests.trainer.models.samples import make_batch, settings_of
 
 CASES = {

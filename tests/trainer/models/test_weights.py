@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from stoker.models.weights.hub import fetch_weights
-from stoker.models.weights.model_file import ModelMetadata
-from stoker_watch.errors import WeightsError
 from torch import Tensor, nn
 from torchvision.models import mobilenet_v2, resnet50, squeezenet1_1
 from torchvision.models.detection import (
@@ -26,6 +23,9 @@ from torchvision.models.detection._utils import overwrite_eps
 from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.models import MODELS, build, detect_architecture, load_weights
+from stoker.models.weights.hub import fetch_weights
+from stoker.models.weights.model_file import ModelMetadata
+from stoker_watch.errors import WeightsError
 from tests.trainer.models.samples import settings_of
 
 CLASS_HEAD = ("head.classification_head.cls_logits.weight", "head.classification_head.cls_logits.bias")

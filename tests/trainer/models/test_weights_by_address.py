@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from stoker import load
 from stoker.config.settings import from_fields
+from stoker.models import build, detect_architecture, load_weights
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.run_selection import with_absolute_paths
 from stoker_watch.errors import ConfigError, StorageError, UsageError, WeightsError
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker import load
-from stoker.models import build, detect_architecture, load_weights
 from tests.trainer.models.samples import settings_of
 from tests.watch.storage.servers import (
     Conditions,

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from stoker.models.layers.convolutions import fold_frozen_norms
-from stoker.models.layers.norms import FrozenBatchNorm2d
-from stoker.models.layers.winograd import WinogradConv, use_winograd_without_avx512
 from torch import nn
 from torch.nn import functional
 
 from stoker.models.layers import winograd
+from stoker.models.layers.convolutions import fold_frozen_norms
+from stoker.models.layers.norms import FrozenBatchNorm2d
+from stoker.models.layers.winograd import WinogradConv, use_winograd_without_avx512
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 2, 3, 7, 100])

@@ -8,9 +8,6 @@ threshold of overlap.
 from typing import Any, NamedTuple
 
 import torch
-from stoker.data.batch import Batch, RandSlot
-from stoker.models.faster_rcnn import FasterRCNN
-from stoker.models.layers.matching import random_keys
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN as Oracle
 from torchvision.models.detection import faster_rcnn
@@ -19,7 +16,10 @@ from torchvision.models.detection.backbone_utils import mobilenet_backbone, resn
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import FrozenBatchNorm2d
 
+from stoker.data.batch import Batch, RandSlot
 from stoker.models import build
+from stoker.models.faster_rcnn import FasterRCNN
+from stoker.models.layers.matching import random_keys
 from tests.trainer.models.samples import make_batch, settings_of
 
 RPN_SAMPLES, ROI_SAMPLES = (256, 128), (96, 24)

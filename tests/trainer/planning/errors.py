@@ -6,10 +6,9 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks.diagnosis.plan import CALIBRATION, HELD_OUT, SECOND_HELD_OUT, make_spec, trace
 from stoker.planning.machines import Accelerator
 from stoker.planning.predict import CPU, step_time
-
-from benchmarks.diagnosis.plan import CALIBRATION, HELD_OUT, SECOND_HELD_OUT, make_spec, trace
 from tests.trainer.planning.test_published import PUBLISHED, predict
 
 ROOT = Path(__file__).resolve().parents[3]

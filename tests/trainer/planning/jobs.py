@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+
 from stoker.planning.duration import TrainingJob
 from stoker.planning.machines import Machine
 from stoker.planning.predict import LoaderDemand, StepPrediction

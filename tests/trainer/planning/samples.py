@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from stoker.planning.trace import StepSpec
-
 from stoker.models import MODELS
+from stoker.planning.trace import StepSpec
 
 
 def make_spec(model: str = "retinanet_tiny_fpn", side: int = 64, *, on_cpu: bool = True, **changes: Any) -> StepSpec:

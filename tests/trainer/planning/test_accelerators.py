@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device
 from stoker.planning.machines import GPUS, find_accelerator, identify, measure_cpu
 from stoker_watch.errors import UsageError

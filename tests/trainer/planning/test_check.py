@@ -11,7 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+
+import stoker
 from stoker.config.settings import from_fields
+from stoker.planning import check as checking
 from stoker.planning.check import (
     Answer,
     CheckReport,
@@ -25,9 +28,6 @@ from stoker.planning.check import (
 from stoker.preflight.catalog import Ended, make_finding, run_program
 from stoker_watch.errors import ConfigError
 from stoker_watch.findings.finding import Finding
-
-import stoker
-from stoker.planning import check as checking
 from tests.drawn import draw
 
 Probe = Callable[..., list[Finding]]

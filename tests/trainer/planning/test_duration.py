@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.config.sync_method import parse_sync
 from stoker.hardware.exchange_cost import bucketed_s
+from stoker.planning import duration
 from stoker.planning.duration import (
     PARTS,
     UNCERTAIN,
@@ -19,8 +21,6 @@ from stoker.planning.duration import (
 from stoker.planning.machines import Estimate, Machine, links
 from stoker.planning.predict import StepPrediction
 from stoker_watch.durations import Duration
-
-from stoker.planning import duration
 from tests.trainer.planning.jobs import demand, job, machine, step
 
 steps = st.builds(

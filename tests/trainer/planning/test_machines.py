@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device
+from stoker.knowledge import read_toml
 from stoker.planning.machines import (
     GPUS,
     THIS_MACHINE,
@@ -18,8 +20,6 @@ from stoker.planning.machines import (
 )
 from stoker_watch.errors import ConfigError, UsageError
 from stoker_watch.hardware import prices
-
-from stoker.knowledge import read_toml
 from tests.trainer.planning.jobs import machine
 
 LISTED = listed_machines()

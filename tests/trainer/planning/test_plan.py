@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+
+import stoker
 from stoker.cli.commands import find_flags
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
+from stoker.planning import plan as plan_module
 from stoker.planning.machines import Accelerator
 from stoker.planning.plan import Plan, make_plan, to_dict, train_command
 from stoker.planning.predict import StepPrediction
@@ -25,9 +28,6 @@ from stoker.planning.views import MAX_ROWS, choose_rows, html, print_plan, write
 from stoker_watch.cli.app import app
 from stoker_watch.durations import join_length, parse_time_s
 from stoker_watch.errors import ConfigError, UsageError
-
-import stoker
-from stoker.planning import plan as plan_module
 from tests.trainer.planning.jobs import demand, step
 
 SPEED = {"t4": 40.0, "l4": 80.0, "a100-40": 300.0, "cpu": 0.5}

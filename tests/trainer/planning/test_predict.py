@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker.config.settings import from_fields
 from stoker.data.index import Index, open_index
+from stoker.planning import trace as traces
 from stoker.planning.machines import GPUS, measure_cpu
 from stoker.planning.predict import (
     ASSUMED,
@@ -26,8 +28,6 @@ from stoker.training.defaults.dry_run import MEMORY_FRACTION
 from stoker_watch.errors import DataError
 from stoker_watch.hardware import calibration
 from stoker_watch.hardware.calibration import MeasuredStep
-
-from stoker.planning import trace as traces
 from tests.drawn import draw
 
 SETTINGS = from_fields(

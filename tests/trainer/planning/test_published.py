@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
 from stoker.planning.machines import GPUS

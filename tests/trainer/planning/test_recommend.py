@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.planning.duration import MachinePlan, Placement, plan_machine
 from stoker.planning.machines import THIS_MACHINE, Estimate, exactly
 from stoker.planning.recommend import (
@@ -15,7 +16,6 @@ from stoker.planning.recommend import (
     money,
     recommend,
 )
-
 from tests.trainer.planning.jobs import job, machine, step
 
 BASE = plan_machine(Placement(machine=machine(), gpus=1), step(), job())

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.planning.machines import GPUS, Accelerator
 from stoker.planning.predict import CPU, GPU, Efficiency, Sample, fit, step_time
 from stoker.planning.trace import StepTrace, Work

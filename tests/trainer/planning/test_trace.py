@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from stoker.hardware.device import select_device
 from stoker.planning.trace import FLOP, Answer, CountedStep, Step, StepTrace, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from torch.utils.flop_counter import FlopCounterMode
-
 from tests import fakes
 from tests.trainer.planning.samples import make_spec
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 from urllib.parse import unquote
 
 import pytest
-from stoker.preflight.access import check_access, check_readable, check_writable
-from stoker_watch.findings.finding import Finding
 
 from stoker.preflight import access
+from stoker.preflight.access import check_access, check_readable, check_writable
+from stoker_watch.findings.finding import Finding
 from tests.watch.storage.object_server import Files, GoogleXml, ObjectServer
 from tests.watch.storage.servers import KEYS, NO_CREDENTIALS, Server, apply, google_server, s3_server
 

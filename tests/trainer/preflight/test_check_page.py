@@ -9,7 +9,10 @@ from stoker.preflight.catalog import Row, rows
 from stoker.preflight.static.tables import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = sorted([*ROOT.glob("stoker/preflight/**/*.py"), ROOT / "stoker/planning/check.py"])
+STOKER = ROOT / "packages/stoker/stoker"
+SOURCES = sorted(
+    [*ROOT.glob("packages/stoker/stoker/preflight/**/*.py"), ROOT / "packages/stoker/stoker/planning/check.py"]
+)
 PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("docs/check*.md")))
 ROWS = rows()
 

@@ -4,8 +4,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from stoker.preflight.cloud import CloudMachine, check_cloud, read_machine
 
+from stoker.preflight.cloud import CloudMachine, check_cloud, read_machine
 from tests.trainer.preflight.metadata_server import NOWHERE, MetadataServer, amazon, google
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from stoker.data.index import Index, open_index
+from stoker.preflight import data_path
 from stoker.preflight.data_path import ReadRate, check_data_path, drop_pages, judge, mounted_bucket
 from stoker_watch.findings.finding import Finding
 from stoker_watch.storage.fetcher import MAX_IN_FLIGHT
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.preflight import data_path
 from tests.drawn import draw
 from tests.trainer.preflight.metadata_server import NOWHERE, MetadataServer, google
 from tests.watch.storage.servers import Conditions, Proxy, Server, apply, google_server

@@ -13,6 +13,8 @@ import msgspec
 import psutil
 import pytest
 import torch
+
+from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import TorchDevice, TorchFacts, gpu_evidence, runs_on
 from stoker.hardware.device import select_device
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
@@ -22,8 +24,6 @@ from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
 from stoker_watch.recording.telemetry.machine import KernelLine
 from stoker_watch.runs.schemas import GpuSample
-
-from stoker.hardware import cuda_trial
 from tests.nvml import driver_library
 
 H200 = TorchDevice(index=0, name="NVIDIA H200", capability=(9, 0), tflops=700.0)

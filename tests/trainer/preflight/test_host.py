@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stoker.preflight import host as probes
 from stoker.preflight.host import Host, check_host, clock_skew_s
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.cgroup import Cgroup
-
-from stoker.preflight import host as probes
 
 GIB = 2**30
 

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
+
+from stoker.preflight import network
 from stoker.preflight.network import (
     Interface,
     Measurement,
@@ -17,8 +19,6 @@ from stoker.preflight.network import (
 )
 from stoker_watch.errors import ConfigError, StokerError, UsageError
 from stoker_watch.findings.finding import Finding
-
-from stoker.preflight import network
 
 ETH0 = Interface("eth0", "10.0.0.5", 10e9)
 FAST_ETH = Interface("eth0", "10.0.0.5", 100e9)

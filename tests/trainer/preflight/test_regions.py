@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import boto3
 import pytest
+
 from stoker.preflight.cloud import CloudMachine, check_region
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.storage.object_server import GoogleXml, ObjectServer
 from tests.watch.storage.servers import KEYS, NO_CREDENTIALS, apply, s3_server
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+
 from stoker.config.settings import from_fields
+from stoker.hardware import cuda_trial
 from stoker.hardware.device import Device
+from stoker.preflight import gpu as probes
+from stoker.preflight import host
 from stoker.preflight.gpu import without_own
 from stoker.preflight.short import quick_findings, require_meant_device
+from stoker.training import start
 from stoker_watch.errors import PreflightError
 from stoker_watch.recording.telemetry.gpu import DriverState, GpuProcess, GpuState
 from stoker_watch.runs.schemas import GpuSample
-
-from stoker.hardware import cuda_trial
-from stoker.preflight import gpu as probes
-from stoker.preflight import host
-from stoker.training import start
 
 CPU = Device(torch.device("cpu"))
 

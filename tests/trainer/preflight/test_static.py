@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from stoker.knowledge import read_toml
+from stoker.preflight.static import check_sources
 from stoker.preflight.static.image import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR, TENSORFLOW, TORCH, driver_for, library_family, minor
 from stoker_watch.findings.finding import SEVERITIES, Finding
-
-from stoker.knowledge import read_toml
-from stoker.preflight.static import check_sources
 from tests.bounded import bounded
 from tests.trainer.preflight.static_cases import DOCKERFILES, REQUIREMENTS, SCRIPTS, Case
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.request import check_launch, make_spec
 from stoker.launching.spec import LaunchRequest, PlaceOptions, open_place

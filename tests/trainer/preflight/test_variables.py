@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from stoker.preflight.variables import TABLE, check_variables
-from stoker_watch.findings.finding import Finding
 
 from stoker.preflight import variables
+from stoker.preflight.variables import TABLE, check_variables
+from stoker_watch.findings.finding import Finding
 from tests.watch.storage.servers import NO_CREDENTIALS, apply, google_server
 
 CLUSTER = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}

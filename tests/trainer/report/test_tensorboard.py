@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto import event_pb2
+
 from stoker.data.images.decode import thumbnail
 from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import ImageWithBoxes
 from stoker.report.tensorboard import FOLDER, MAX_IMAGE_SIDE, Board
 from stoker_watch.runs.evaluation import COCO_SUMMARY, ClassMetrics, Metrics
 from stoker_watch.runs.schemas import StepWindow
-from tensorboardX.crc32c import crc32c
-from tensorboardX.proto import event_pb2
 
 
 def masked(data: bytes) -> int:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.report.terminal import Screen, print_metrics
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import supports_cursor

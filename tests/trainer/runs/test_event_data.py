@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+
 from stoker.config.settings import from_run
 from stoker.launching.elastic import read_batch
 from stoker.training.checkpoint import read_rollbacks
@@ -23,7 +24,7 @@ from stoker_watch.report.run_report import collect, read_settings_rows
 from stoker_watch.report.runs_summary import summarize_runs
 from stoker_watch.runs import schemas
 from stoker_watch.runs.records import CONFIG, EVENTS, STACKS
-
+from tests import sources
 from tests.bounded import bounded
 from tests.watch.report.runs import START_T, write_run
 
@@ -86,7 +87,7 @@ def keys_read(source: str) -> Iterator[str]:
 def test_each_key_that_is_read_has_a_type() -> None:
     source = 'e.data["a"]; e.data.get("b", 1); "c" in x.e.data; d = {} if e is None else e.data; d["e"]; data.get("f")'
     assert set(keys_read(source)) == {"a", "b", "c", "e"}
-    read = {key for path in sorted((ROOT / "stoker").rglob("*.py")) for key in keys_read(path.read_text())}
+    read = {key for _, path in sources.python_files() for key in keys_read(path.read_text())}
     assert len(read) > 20
     assert sorted(read - schemas.EventData.__annotations__.keys()) == []
 
@@ -148,7 +149,7 @@ SETTINGS = list(schemas.SettingsData.__annotations__)
 
 
 def test_each_setting_that_is_read_has_a_type() -> None:
-    files = [path for part in ("diagnosis", "report") for path in (ROOT / "stoker" / part).rglob("*.py")]
+    files = [path for part in ("diagnosis", "report") for path in (sources.PACKAGES[0] / part).rglob("*.py")]
     read = {key for path in files for key in re.findall(r"settings\.get\(\s*\"(\w+)\"", path.read_text())}
     assert len(read) > 10
     assert sorted(read - set(SETTINGS)) == []

@@ -13,11 +13,11 @@ import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+
 from stoker.search.page import study_json, write_study
 from stoker.search.study import Study, create
 from stoker.search.worker import work
 from stoker_watch.errors import StokerError
-
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 from tests.trainer.search.fake_worker import objective

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+
+from stoker.search import page
 from stoker.search.space import Range, Space, default_space, defaults_in, make_space, read_space
 from stoker.search.study import (
     JOURNAL,
@@ -24,8 +26,6 @@ from stoker.search.study import (
 )
 from stoker.search.worker import MAX_STARTS, work
 from stoker_watch.errors import ConfigError, UsageError
-
-from stoker.search import page
 from tests.trainer.search.fake_worker import EVALUATIONS, objective
 
 LR = Range(low=1e-4, high=1e-1, log=True)

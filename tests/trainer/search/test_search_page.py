@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.config.architectures import read_architectures
+from stoker.knowledge import read_toml
 from stoker.search.space import read_space
 from stoker_watch.cli.app import app
-
-from stoker.knowledge import read_toml
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "search.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.launching.jobs import read_jobs
 from stoker.search.study import LOCKS, Study
-
 from tests.trainer.launching.slurm_cluster import require_slurm, slurm_cluster, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

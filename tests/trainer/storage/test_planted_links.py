@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from stoker.evaluation.draw import save_image
 from stoker_watch.runs.records import EVENTS, RunFolder
 from stoker_watch.storage.local_files import write_atomic

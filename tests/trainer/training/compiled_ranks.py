@@ -8,18 +8,18 @@ import json
 from typing import Any
 
 from functorch.compile import make_boxed_func
-from stoker.config.sync_method import parse_sync
-from stoker.training.cluster import find_place
-from stoker.training.ddp import Ddp
-from stoker.training.ranks import Ranks
-from stoker.training.state import Signals
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
+from stoker.config.sync_method import parse_sync
 from stoker.training import step
+from stoker.training.cluster import find_place
+from stoker.training.ddp import Ddp
+from stoker.training.ranks import Ranks
+from stoker.training.state import Signals
 from tests.trainer.models.samples import make_batch
 from tests.trainer.training.parallels import ignore, make_setup, step_of
 from tests.trainer.training.rank_gradients import BOXES, CPU, make_step, part_of, states

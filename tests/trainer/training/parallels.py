@@ -7,13 +7,12 @@ from typing import Any
 from stoker.config.settings import DataSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
+from stoker.models import Detector
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.parallel import One
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals, TrainState
 from stoker.training.step import train_step
-
-from stoker.models import Detector
 
 PLAIN = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=0.0, mosaic=0.0, mixup=0.0)
 """Without augmentation."""

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from stoker.config.settings import OptimSettings
 from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
+from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
 from stoker.training.ddp import Ddp
@@ -21,9 +24,6 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn
-from torch import Tensor
-
-from stoker.models import build
 from tests.trainer.models.samples import make_batch, settings_of
 from tests.trainer.training.parallels import ignore, make_setup, step_of
 

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
+from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
 from stoker.training.fsdp import Fsdp, Sharding
@@ -19,11 +24,6 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-
-from stoker.models import build
 from tests.trainer.models.samples import make_batch, settings_of
 from tests.trainer.training.parallels import ignore, make_setup, step_of
 

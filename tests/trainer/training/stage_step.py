@@ -11,8 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
+
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
+from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
 from stoker.training.defaults.dry_run import PeakMemoryMode
@@ -21,9 +24,6 @@ from stoker.training.ranks import Ranks
 from stoker.training.stages import Pipeline, Stages
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn
-from torch.utils._pytree import tree_leaves
-
-from stoker.models import build
 from tests.trainer.models.samples import make_batch, settings_of
 from tests.trainer.training.parallels import ignore, make_setup, step_of
 from tests.trainer.training.shard_step import CPU, difference, whole_state

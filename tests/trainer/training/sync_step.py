@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from stoker.config.settings import OptimSettings
 from stoker.config.sync_method import parse_sync
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
+from stoker.models import build
 from stoker.training.cluster import find_place
 from stoker.training.ddp import Ddp, Periodic, flatten
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
 from stoker.training.state import Signals
-from torch import Tensor
-
-from stoker.models import build
 from tests.trainer.models.samples import make_batch, settings_of
 from tests.trainer.training.parallels import ignore, make_setup, step_of
 

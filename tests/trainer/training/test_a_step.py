@@ -10,10 +10,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from stoker.training.run import train
 
 from stoker.models import Detector
 from stoker.training import loop
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.fixtures.training_run import settings
 

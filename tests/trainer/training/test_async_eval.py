@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import Config, from_fields
+from stoker.training import evaluator, loop, recorder
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from stoker_watch.errors import Preempted
@@ -25,8 +27,6 @@ from stoker_watch.runs.records import (
     read_lines,
 )
 from stoker_watch.runs.schemas import Event
-
-from stoker.training import evaluator, loop, recorder
 from tests.drawn import draw
 from tests.fixtures.training_run import patch_ap
 from tests.fixtures.training_stability import RATE, make_gradients_nan

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.hardware.device import Device, DeviceMemory
+from stoker.training.defaults import dry_run
 from stoker.training.defaults.derive import derive
 from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode
 from stoker_watch.errors import ConfigError, OutOfMemoryError
-
-from stoker.training.defaults import dry_run
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker.config.settings import Config, from_fields
 from stoker.inference.model import load
+from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join_bucket_run
 from stoker.training.run import train
 from stoker.training.stopper import StopRequest
@@ -33,8 +35,6 @@ from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.storage.lease import LeaseHolder
 from stoker_watch.storage.store import list_keys, open_store
 from stoker_watch.storage.uri import LEASE_FILE, StorageUri, parse_uri, reading_copy, working_copy
-
-from stoker.training import bucket_run
 from tests.drawn import draw, run_stoker, stoker
 from tests.fixtures.training_uploads import LIMIT_S, name_of
 from tests.watch.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+
 from stoker.config.settings import from_toml
 from stoker.data.images.pixel_cache import CachedImageSpec, cache_file_path
 from stoker.data.index import open_index
 from stoker_watch.runs.records import CONFIG, EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.drawn import draw, run_stoker, stoker
 
 FLAGS = [

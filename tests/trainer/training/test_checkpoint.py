@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+
 from stoker.hardware.device import Device, SideStream
+from stoker.training import checkpoint
 from stoker.training.checkpoint import (
     CheckpointWriter,
     reserve_arenas,
     snapshot,
 )
 from stoker_watch.errors import CheckpointError
-
-from stoker.training import checkpoint
 from tests.fixtures.hardware_host_arena import pinning_device
 from tests.fixtures.training_checkpoint import STREAM, make_snapshot, newest, save
 

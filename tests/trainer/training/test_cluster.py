@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from stoker.training.cluster import find_place, first_node
 from stoker.training.local_ranks import must_start_ranks
 from stoker_watch.errors import ConfigError, UsageError

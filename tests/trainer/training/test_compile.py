@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
 from stoker.hardware.device import DTYPES, select_device
+from stoker.models import build
+from stoker.training import parallel, recorder, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.run import train
 from stoker.training.step import PlainStep, describe_compilation, make_augment_fn, make_loss_fn
 from stoker_watch.runs.records import FINAL, STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounter
-
-from stoker.models import build
-from stoker.training import parallel, recorder, step
 from tests import fakes
 from tests.drawn import draw
 from tests.fixtures.models_no_waits import make_stepper

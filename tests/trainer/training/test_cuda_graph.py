@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
+from stoker.models import Detector, build
+from stoker.training import loop, parallel, recorder, start
 from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import PlainStep, make_loss_fn, train_step
 from stoker_watch.runs.records import EVENTS, FINAL, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-from torch import Tensor
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from stoker.models import Detector, build
-from stoker.training import loop, parallel, recorder, start
 from tests import fakes
 from tests.drawn import draw, run_stoker
 from tests.fixtures.training_cuda_graph import (

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.models.ember import MAX_BOX_PX
 from stoker.training.defaults.checks import warn_oversized_boxes
-
 from tests.drawn import draw
 
 

@@ -12,9 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.config.settings import Config, from_fields, read_recipes
 from stoker.data.index import Index, open_index
+from stoker.data.loading import device_decoder
 from stoker.hardware.device import Device, DeviceMemory
+from stoker.models import MODELS, build, load_weights, unset_fields
+from stoker.training.defaults import derive as deriving
+from stoker.training.defaults import dry_run
 from stoker.training.defaults.derive import (
     AUGMENTATIONS,
     Known,
@@ -30,11 +35,6 @@ from stoker.training.defaults.derive import (
 from stoker.training.defaults.model_choice import estimate_images_per_second
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import ConfigError, WeightsError
-
-from stoker.data.loading import device_decoder
-from stoker.models import MODELS, build, load_weights, unset_fields
-from stoker.training.defaults import derive as deriving
-from stoker.training.defaults import dry_run
 from tests.drawn import draw
 from tests.trainer.models.samples import settings_of
 

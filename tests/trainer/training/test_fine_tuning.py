@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
+from stoker.models import Detector, build, load_weights
 from stoker.models.weights.load import COCO_CLASSES
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.optim import OptimizerStep
-from torch import Tensor
-
-from stoker.models import Detector, build, load_weights
 from tests.trainer.models.samples import make_batch, settings_of
 
 NAME, SIDE = "dfine_n", (64, 64)

@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+
 from stoker.training.local_ranks import find_free_port
 from stoker.training.ranks import Failure
 from stoker_watch.errors import RankError
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
-
 from tests.drawn import draw, stoker
 from tests.fixtures.training_ranks import arguments, in_float64, train, wait_for_checkpoint  # noqa: F401
 

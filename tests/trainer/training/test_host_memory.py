@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
+from stoker.training import loop, out_of_memory
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.run import train
 from stoker_watch.hardware import cgroup
 from stoker_watch.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
-from stoker.training import loop, out_of_memory
 from tests.drawn import draw
 from tests.fixtures.training_out_of_memory import settings
 

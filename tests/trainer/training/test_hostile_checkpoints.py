@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import Config, from_fields
 from stoker.hardware.device import Device
 from stoker.training.checkpoint import list_checkpoints
@@ -20,7 +21,6 @@ from stoker.training.run import train
 from stoker_watch.errors import CheckpointError, StokerError
 from stoker_watch.runs.records import CONFIG, EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.bounded import bounded
 from tests.drawn import draw
 from tests.fixtures.training_checkpoint import newest, save

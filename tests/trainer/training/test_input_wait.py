@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from stoker.data.index import Index
 from stoker.training.run import train
 from stoker_watch.diagnosis.causes.cause import COMMON_THRESHOLDS, Threshold
@@ -11,7 +12,6 @@ from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.report.explain import explain_run
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
-
 from tests.drawn import draw
 from tests.fixtures.training_ledger_of_a_run import settings
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import Config
 from stoker.hardware.device import Device
+from stoker.models import Detector, build
 from stoker.models.networks import BasicBlock
+from stoker.training import make_step
 from stoker.training.make_step import choose_kernels, compare_convs, measure_in_turn, try_kernel
 from stoker.training.ranks import Ranks
 from stoker_watch.runs.records import EVENTS, RunFolder, read_lines
 from stoker_watch.runs.schemas import Event
-
-from stoker.models import Detector, build
-from stoker.training import make_step
 from tests.trainer.models.samples import make_batch, settings_of
 
 CLASSES = 3

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker.data.loading.loader import Loader
+from stoker.training import checkpoint, evaluator, loop, parallel, recorder, start, trace
 from stoker.training.run import train
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
-from stoker.training import checkpoint, evaluator, loop, parallel, recorder, start, trace
 from tests.drawn import draw
 from tests.fixtures.training_ledger_of_a_run import settings
 from tests.timing import undisturbed_once

@@ -5,12 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from stoker.training.local_ranks import RankRequest, Result, _Starter, make_places
-from stoker_watch.errors import Preempted, RankError
-from stoker_watch.runs.evaluation import COCO_SUMMARY, Metrics
 
 from stoker.cli import rank_process
 from stoker.training import local_ranks
+from stoker.training.local_ranks import RankRequest, Result, _Starter, make_places
+from stoker_watch.errors import Preempted, RankError
+from stoker_watch.runs.evaluation import COCO_SUMMARY, Metrics
 
 
 def starter(folder: Path, *codes: int) -> _Starter:

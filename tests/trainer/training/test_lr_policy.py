@@ -1,9 +1,9 @@
 import math
 
 import pytest
-from stoker.training.lr_policy import Score
 
 from stoker.training import lr_policy
+from stoker.training.lr_policy import Score
 
 
 def test_a_ramp_is_exponential():

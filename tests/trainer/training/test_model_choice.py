@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from stoker.config.settings import ModelSettings, from_fields
 from stoker.data.index import open_index
 from stoker.hardware.device import Device
+from stoker.models import MODELS
 from stoker.training.defaults.checks import warn_random_weights
 from stoker.training.defaults.derive import derive, derive_data
 from stoker.training.defaults.model_choice import (
@@ -18,8 +20,6 @@ from stoker.training.defaults.model_choice import (
     choose_model,
 )
 from stoker_watch.errors import ConfigError, WeightsError
-
-from stoker.models import MODELS
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))

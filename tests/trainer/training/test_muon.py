@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from stoker.hardware.device import Device
 from stoker.training.muon import MOMENTUM, NUM_ITERATIONS, is_matrix, orthogonalize
 from stoker.training.optim import OptimizerStep
-from torch import Tensor, nn
-
 from tests.fixtures.training_optim import make_images, settings
 from tests.host_sync import ForbidHostSync
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker.training.cluster import RankPlace, find_route, meet
 from stoker.training.local_ranks import find_free_port
 from stoker_watch.errors import RankError

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from stoker.training import loop, stopper
 from stoker.training.run import train
 from stoker.training.stopper import Notice, NoticeWatcher, StopRequest, grace_period_s, stop_on_signals, time_limit_s
 from stoker_watch.errors import ConfigError, Preempted
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
-from stoker.training import loop, stopper
 from tests.drawn import draw
 from tests.fixtures.training_out_of_memory import settings
 from tests.trainer.training.metadata_server import MetadataServer, metadata_server

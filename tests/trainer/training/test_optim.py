@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from stoker.hardware.device import Device
-from stoker.training.optim import LossAccumulator, OptimizerStep, lr_at
 from torch import Tensor, nn
 
+from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.training import optim
+from stoker.training.optim import LossAccumulator, OptimizerStep, lr_at
 from tests.fixtures.training_cuda_graph import ACCELERATOR
 from tests.fixtures.training_optim import make_images, make_model, settings
 from tests.host_sync import ForbidHostSync, RecordOperators

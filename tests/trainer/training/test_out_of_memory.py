@@ -11,8 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+
 from stoker.data.batch import Batch
 from stoker.hardware.memory_errors import is_out_of_memory
+from stoker.training import evaluator, loop, make_step, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
 from stoker.training.parallel import One
@@ -21,9 +24,6 @@ from stoker.training.state import BatchSizes, count_micro_batches
 from stoker_watch.errors import OutOfMemoryError, Preempted
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-from torch import nn
-
-from stoker.training import evaluator, loop, make_step, step
 from tests.drawn import draw
 from tests.fixtures.training_out_of_memory import settings
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stoker.training import checkpoint, evaluator, start
 from stoker.training.own_stacks import OwnStacks
 from stoker.training.run import train
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.report.explain import explain_run
 from stoker_watch.runs.records import FINAL, STACKS, read_lines
 from stoker_watch.runs.schemas import StackWindow
-
-from stoker.training import checkpoint, evaluator, start
 from tests.drawn import draw
 from tests.fixtures.training_ledger_of_a_run import settings
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from stoker.config.settings import Config, from_fields
 from stoker.training.cluster import ONE_DEVICE
 from stoker.training.defaults.checks import check_devices
@@ -21,7 +22,6 @@ from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError, DataError, Preempted, RankError
 from stoker_watch.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, Quarantined, StepWindow
-
 from tests.drawn import draw, run_stoker
 from tests.fixtures.training_ranks import (  # noqa: F401
     FLAGS,

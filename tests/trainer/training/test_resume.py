@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
 from tests.drawn import draw, run_stoker, stoker
 
 STEPS_IN_ALL = 80

@@ -14,10 +14,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from stoker import models
 from stoker.config.settings import SECTION_OF, Config, from_fields, from_toml, to_toml
 from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.models import unset_fields
+from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
 from stoker.preflight.host import estimate_checkpoint_bytes
+from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from stoker.training.run_selection import choose_run, with_absolute_paths
@@ -45,11 +50,6 @@ from stoker_watch.runs.records import (
     read_lines,
 )
 from stoker_watch.runs.schemas import Event, Quarantined, StepWindow
-
-from stoker import models
-from stoker.models import unset_fields
-from stoker.models.weights import model_file
-from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
 from tests.drawn import CLASSES, draw
 from tests.fixtures.training_run import patch_ap, settings
 

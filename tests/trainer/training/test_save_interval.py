@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stoker.training import loop
 from stoker.training.loop import MAX_INTERVAL_S, Saver
 from stoker.training.run import train
 from stoker.training.state import IntervalTrigger
 from stoker_watch.durations import Duration
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
-from stoker.training import loop
 from tests.drawn import draw
 from tests.fixtures.training_out_of_memory import settings
 

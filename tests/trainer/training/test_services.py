@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from stoker.training.evaluator import Evaluator
 from stoker.training.make_step import Step
 

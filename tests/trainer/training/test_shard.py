@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
 from stoker.hardware.device import select_device
@@ -18,7 +19,6 @@ from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.drawn import draw
 from tests.fixtures.training_ranks import assert_same_training, in_float64, start, train, wait_for_checkpoint
 

@@ -16,8 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
+
 from stoker.data.batch import Batch
 from stoker.data.index import open_index_of
+from stoker.training import checkpoint, evaluator, recorder
 from stoker.training.optim import OptimizerStep, StepStats
 from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, Suspects, is_spike
 from stoker.training.run import train
@@ -26,8 +28,6 @@ from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.errors import DivergedError
 from stoker_watch.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
-from stoker.training import checkpoint, evaluator, recorder
 from tests.drawn import draw
 from tests.fixtures.training_stability import LENGTH, RATE, Killed, events_of, killing, make_gradients_nan, settings
 

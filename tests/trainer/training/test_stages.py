@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
 from stoker.hardware.device import select_device
+from stoker.models import MODELS, build
 from stoker.models.weights.load import shapes_only
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import choose_micro_batches, derive
@@ -24,8 +26,6 @@ from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
-from stoker.models import MODELS, build
 from tests.drawn import draw, run_stoker, stoker
 from tests.fixtures.training_ranks import (  # noqa: F401
     arguments,

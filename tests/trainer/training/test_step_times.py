@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.config.settings import Config, from_fields
 from stoker.hardware.device import select_device
+from stoker.models import MODELS
+from stoker.training import recorder
 from stoker.training.run import train
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.reader import read_run
@@ -15,9 +18,6 @@ from stoker_watch.hardware import calibration
 from stoker_watch.hardware.calibration import MeasuredStep, PredictedStep
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
-from stoker.models import MODELS
-from stoker.training import recorder
 from tests.drawn import draw
 
 DEVICE = select_device("cpu").name

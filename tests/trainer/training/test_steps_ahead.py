@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device, ReadyEvent, allowed_host_syncs
 from stoker.training.parallel import One
 from stoker.training.run import train
 from stoker_watch.recording.ledger import Ledger
-
 from tests.drawn import draw
 from tests.fixtures.training_cuda_graph import Work
 from tests.fixtures.training_run import settings

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+
+from stoker.training import run_selection, supervisor
 from stoker.training.supervisor import VARIABLE, Restart, Supervisor, delay_s, read_restart, without_restarts
 from stoker_watch.errors import ConfigError, RunFinished
 from stoker_watch.runs.records import EVENTS, RunFolder
-
-from stoker.training import run_selection, supervisor
 
 COUNTING = """
 import os, sys

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
+
 from stoker.config.settings import Config, check, from_fields
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.index import open_index
@@ -32,9 +35,6 @@ from stoker.training.local_ranks import find_free_port
 from stoker_watch.errors import ConfigError
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
-
 from tests.drawn import draw
 from tests.fixtures.training_ranks import (
     assert_same_training,

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device
+from stoker.training import trace
 from stoker.training.trace import (
     BUDGET_FRACTION,
     EVERY_S,
@@ -28,8 +30,6 @@ from stoker.training.trace import (
 )
 from stoker_watch.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines
 from stoker_watch.runs.schemas import TraceWindow
-
-from stoker.training import trace
 
 CPU, GPU = Device(torch.device("cpu")), Device(torch.device("cuda", 0))
 

@@ -4,6 +4,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker.training.trace import Kind, TraceEvent, summarize_window
 from stoker_watch.runs.schemas import TraceWindow
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.hardware.device import Device
 from stoker.training.bucket_run import BackgroundUploader
 from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot
@@ -14,7 +15,6 @@ from stoker_watch.runs.records import EVENTS, STEPS, RunFolder
 from stoker_watch.storage.lease import LeaseLost, acquire
 from stoker_watch.storage.store import list_keys, open_store
 from stoker_watch.storage.uri import StorageUri, parse_uri
-
 from tests.fixtures.training_uploads import LIMIT_S, name_of
 from tests.watch.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker.config.settings import from_fields
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
 from stoker.training.run import train
@@ -11,7 +12,6 @@ from stoker_watch.errors import UsageError
 from stoker_watch.runs.records import BEST, CONFIG, EVENTS
 from stoker_watch.storage.store import list_keys, open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.drawn import draw
 from tests.watch.storage.servers import Server, apply, google_server
 

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from stoker.training import heartbeats, watchdog
 from stoker.training.cluster import RankPlace
 from stoker.training.heartbeats import Heartbeats
 from stoker.training.ranks import Ranks
@@ -26,9 +29,6 @@ from stoker.training.watchdog import (
 from stoker_watch.errors import ConfigError, DataError
 from stoker_watch.runs.records import EVENTS, HANG, RunFolder, read_lines
 from stoker_watch.runs.schemas import Event
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from stoker.training import heartbeats, watchdog
 
 
 def silence(detector: HangDetector, seconds: float, *, is_limited: bool = True) -> bool:

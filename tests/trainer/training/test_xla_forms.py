@@ -5,14 +5,14 @@ import copy
 
 import pytest
 import torch
-from stoker.config.settings import OptimSettings
-from stoker.hardware.device import Device
-from stoker.training.optim import OptimizerStep
 from torch import nn
 
+from stoker.config.settings import OptimSettings
+from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.layers import convolutions, deformable_attention, norms, postprocess, roi_align
 from stoker.training import optim
+from stoker.training.optim import OptimizerStep
 from tests.trainer.models.samples import make_batch, settings_of
 
 XLA_HERE = frozenset({"cpu"})

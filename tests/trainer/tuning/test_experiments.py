@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+
+import stoker
 from stoker_watch.errors import UsageError
 from stoker_watch.report import explain
 from stoker_watch.report.explain import describe_probe, run_probes
 from stoker_watch.runs.records import PROBES, RunFolder, locked, read_lines
 from stoker_watch.runs.schemas import PROBE_KINDS, Probe
-
-import stoker
 
 HASTY = """
 import sys

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+
 from stoker.config.settings import Config, from_toml
 from stoker.data.index import open_index_of
 from stoker.hardware.device import select_device
 from stoker.training.start import resolve_run
 from stoker.training.trial import Request, Trial
+from stoker.tuning import learning_rate
 from stoker.tuning.learning_rate import LrResult, tune_lr
 from stoker.tuning.runner import TuneRequest
 from stoker.tuning.trials import TrialError
 from stoker_watch.errors import UsageError
 from stoker_watch.runs.records import PROBES, STEPS, RunFolder, read_lines
 from stoker_watch.runs.schemas import Probe, StepWindow
-
-from stoker.tuning import learning_rate
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_lr_trial.py")))
 SMALL = Config().replace(batch_size=4, workers=1, worker_processes=0, image_size=(64, 64), max_duration="2000")

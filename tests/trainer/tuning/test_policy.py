@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.config.settings import SECTION_OF
+from stoker.tuning import policy
 from stoker.tuning.levers import RULES, Facts, all_levers, choose_levers
 from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
 from stoker_watch.diagnosis.engine import CATALOG
 from stoker_watch.errors import UsageError
 from stoker_watch.runs.records import PHASES
 from stoker_watch.runs.schemas import Probe
-
-from stoker.tuning import policy
 
 FACTS = Facts(
     machine="here", data="d", device_kind="cpu", cores=2, best_precision="fp32", num_images=1000, epochs=10.0,

@@ -12,11 +12,13 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+
 from stoker.config.settings import Config, from_toml
 from stoker.data.index import open_index_of
 from stoker.hardware.device import select_device
 from stoker.training.start import resolve_run
 from stoker.training.trial import Reply, Request, Trial
+from stoker.tuning import policy, runner, trials
 from stoker.tuning.policy import same_training
 from stoker.tuning.runner import TuneRequest, tune
 from stoker.tuning.trials import TrialError, TrialProcess, measure_in_turn
@@ -25,8 +27,6 @@ from stoker_watch.runs.records import PROBES, read_lines
 from stoker_watch.runs.schemas import TRIAL_STATES, Probe
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.tuning import policy, runner, trials
 from tests.drawn import draw
 from tests.watch.storage.servers import Conditions, apply, google_server
 

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from stoker.tuning.levers import all_levers
-from stoker_watch.cli.app import _run as app_run
-from stoker_watch.cli.app import app
 
 from stoker.data import demo
 from stoker.training import lr_policy
+from stoker.tuning.levers import all_levers
+from stoker_watch.cli.app import _run as app_run
+from stoker_watch.cli.app import app
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "tuning.md"
 HEAD = "|---|---|---|---|\n"

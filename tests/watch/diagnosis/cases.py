@@ -3,7 +3,6 @@
 from typing import Any
 
 from stoker_watch.runs.schemas import Place
-
 from tests.watch.diagnosis.built import FACTS, GIB, MIB, NATIVE_CONFIG, T0
 
 Case = dict[str, Any]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.causes import cause as cause_rows
 from stoker_watch.diagnosis.engine import CATALOG, RULES
-
 from tests.watch.diagnosis import cases
 from tests.watch.diagnosis.built import make_run
 
@@ -42,5 +42,7 @@ def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_files_of_the_guide_exist() -> None:
     root = GUIDE.parents[1]
-    for path in re.findall(r"`((?:stoker|tests)/[\w/]+\.(?:py|toml))`", GUIDE.read_text()):
-        assert (root / path).is_file(), path
+    named = re.findall(r"`((?:stoker_watch|tests)/[\w/]+\.(?:py|toml))`", GUIDE.read_text())
+    assert named
+    for path in named:
+        assert (root / path).is_file() or (root / "packages/stoker-watch" / path).is_file(), path

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from scripts.write_causes import render_page
 from stoker.config.settings import SECTION_OF
 from stoker.preflight.catalog import rows as check_rows
 from stoker_watch.cli.app import app
@@ -21,8 +23,6 @@ from stoker_watch.errors import UsageError
 from stoker_watch.knowledge import read_toml
 from stoker_watch.report import sizing
 from stoker_watch.runs.schemas import PROBE_KINDS
-
-from scripts.write_causes import render_page
 
 NATIVE_ONLY = {"anchors_miss_boxes", "bad_images"}
 """Causes that rest on what only `stoker train` records."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from stoker_watch.diagnosis import endings as module
 from stoker_watch.diagnosis.endings import UNEXPLAINED, endings, line_patterns, required_literal
 from stoker_watch.diagnosis.engine import CATALOG

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis.causes.cause import fill_apis
 from stoker_watch.diagnosis.engine import (
     CATALOG,
@@ -33,7 +34,6 @@ from stoker_watch.runs.records import (
     TRACES,
 )
 from stoker_watch.runs.schemas import Probe
-
 from tests.watch.diagnosis.built import FACTS, GIB, NATIVE_CONFIG, T0, make_run
 from tests.watch.diagnosis.cases import CASES, DECODING, FETCHING, _measured
 

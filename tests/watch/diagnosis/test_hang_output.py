@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis import termination
 from stoker_watch.diagnosis.engine import run_rules
 from stoker_watch.diagnosis.reader import read_run
-
 from tests.watch.diagnosis.built import make_run
 
 SHM = "RuntimeError: unable to allocate shared memory(shm) for file </torch_135_41_6>: No space left on device (28)"

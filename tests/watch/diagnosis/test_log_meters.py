@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.log_meters import find_printed_wait
 from stoker_watch.diagnosis.termination import split_log_lines
 from stoker_watch.report.explain import explain_log

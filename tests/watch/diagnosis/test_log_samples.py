@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis.endings import UNEXPLAINED, endings, find_normal_end, find_progress, find_tracebacks
 from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.run_data import LogLine, Termination

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis.engine import CATALOG, run_rules
 from stoker_watch.diagnosis.places.costly import heavy_places, list_places
 from stoker_watch.diagnosis.places.totals import MIN_SHARE, find_places, wilson
@@ -17,7 +18,6 @@ from stoker_watch.diagnosis.places.trees import MAX_NODES, place_trees
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.report.explain import explain_run, print_explanation
 from stoker_watch.runs.schemas import LOOP_IN_STEP, Place
-
 from tests.watch.diagnosis.built import STARTUP, T0, make_run
 
 COPY = Place(line="train.py:53", function="update", call="copy.deepcopy", kind="python", samples=10)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis.endings import UNEXPLAINED, endings, find_tracebacks, line_patterns, strip_rank_prefix
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.postmortem import _find_matches, explain, explain_unknown

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from stoker_watch.diagnosis.causes.shared import binomial_tail
 from stoker_watch.diagnosis.engine import apply_probe_result, run_rules
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.findings.finding import Finding
 from stoker_watch.runs.schemas import Place, Probe
-
 from tests.watch.diagnosis.built import FACTS, NATIVE_CONFIG, make_run
 from tests.watch.diagnosis.test_places import window
 

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.engine import run_rules
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import (
@@ -22,7 +23,6 @@ from stoker_watch.runs.records import (
     TRACES,
     RunFolder,
 )
-
 from tests.watch.diagnosis.built import make_run
 from tests.watch.diagnosis.cases import CASES
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis.causes.mistakes import mistake_kinds
 from stoker_watch.diagnosis.engine import CATALOG, run_rules
 from stoker_watch.diagnosis.notes import NOTES, collect_notes
@@ -13,7 +14,6 @@ from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.findings.finding import Finding
 from stoker_watch.runs.records import DEVICES
 from stoker_watch.runs.schemas import Place
-
 from tests.watch.diagnosis.built import FACTS, HEALTHY_HOST, T0, make_run
 from tests.watch.diagnosis.cases import ALSO_FOUND, CASES, GIB, HEALTHY, MIB, NOTE_CASES, Case
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis.causes.cause import fill_apis
 from stoker_watch.diagnosis.endings import endings
 from stoker_watch.diagnosis.engine import CATALOG, run_rules
@@ -20,7 +21,6 @@ from stoker_watch.diagnosis.run_data import LogLine, Termination
 from stoker_watch.findings.finding import Finding
 from stoker_watch.report.explain import PHASE_MEANINGS
 from stoker_watch.report.sizing import advise_sizing, resource_usage
-
 from tests.watch.diagnosis.built import FACTS, make_run
 from tests.watch.diagnosis.cases import CASES
 from tests.watch.diagnosis.test_catalog import NATIVE_ONLY

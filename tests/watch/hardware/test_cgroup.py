@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from stoker_watch.hardware.cgroup import Cgroup, CgroupMemory, host_cores, host_memory, usable_cores
 
 GIB = 2**30

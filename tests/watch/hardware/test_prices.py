@@ -1,6 +1,7 @@
 """List prices: what is looked up by machine, by GPU, and what is not guessed."""
 
 import pytest
+
 from stoker_watch.hardware import prices
 from stoker_watch.hardware.prices import (
     gpu_price_range,

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.hardware import cgroup
 from stoker_watch.hardware.cgroup import LONG_SPIN, SHORT_SPIN, choose_spin_count
 

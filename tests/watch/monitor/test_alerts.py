@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.errors import ConfigError
 from stoker_watch.findings.finding import Finding
 from stoker_watch.monitor.alerts import MEASURED, QUANTITIES, Alerts, parse_rule

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.monitor import prometheus
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.drawn import draw
 
 FEW_DESCRIPTORS = 80

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
 from stoker_watch.errors import ConfigError
 from stoker_watch.monitor import delivery, monitor
 from stoker_watch.monitor.alerts import MEASURED

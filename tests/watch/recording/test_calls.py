@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording.calls import find_call, find_loop, is_after_step
 
 SOURCE = """\

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
 
 SLOW_S = 0.02
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker_watch.recording.telemetry import environment
 from stoker_watch.recording.telemetry.environment import (
     describe,

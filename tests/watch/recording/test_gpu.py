@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from stoker_watch.recording.telemetry import gpu as gpu_module
 from stoker_watch.recording.telemetry.gpu import (
     INITIAL_PID_NAMESPACE_INODE,
@@ -17,7 +18,6 @@ from stoker_watch.recording.telemetry.gpu import (
     GpuSampler,
 )
 from stoker_watch.runs.schemas import GpuSample
-
 from tests.nvml import Scene, driver_library
 
 TWO_GPUS = """

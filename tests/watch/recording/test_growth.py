@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.recording.calls import describe_growth, find_growing_line
 from stoker_watch.recording.hook.stoker_hook import growth
 from stoker_watch.recording.hook.stoker_hook.growth import GrowthFinder

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+
 from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry import host as host_module
 from stoker_watch.recording.telemetry import machine

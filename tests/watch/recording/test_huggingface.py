@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-from torch import Tensor
-
 from tests.timing import undisturbed_once
 
 pytestmark = pytest.mark.slow
@@ -45,8 +45,9 @@ class Model(torch.nn.Module):
 
 @undisturbed_once
 def test_a_training_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    from stoker_watch.recording.callbacks.huggingface import StokerCallback
     from transformers import Trainer, TrainingArguments
+
+    from stoker_watch.recording.callbacks.huggingface import StokerCallback
 
     arguments = TrainingArguments(
         str(tmp_path / "out"), max_steps=STEPS_DONE, per_device_train_batch_size=BATCH, gradient_accumulation_steps=2,

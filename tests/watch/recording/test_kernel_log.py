@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording.telemetry.machine import KernelLine, read_kernel_lines
 
 RECORDS = [

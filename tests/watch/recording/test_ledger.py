@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.recording.ledger import HOST_PHASES, Ledger, TimeBreakdown
 from stoker_watch.runs.records import INPUT_STAGES, PHASES
 

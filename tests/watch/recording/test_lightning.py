@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import PreflightError
 from stoker_watch.recording.callbacks import load_class
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-from torch import Tensor
-
 from tests.timing import undisturbed_once
 
 SAMPLES, BATCH, SLOW_S = 80, 4, 0.005
@@ -57,6 +57,7 @@ def test_a_framework_that_is_not_there_is_named() -> None:
 def test_a_fit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     import pytorch_lightning as pl
     from pytorch_lightning.profilers import SimpleProfiler
+
     from stoker_watch.recording.callbacks import lightning
 
     class Model(pl.LightningModule):
@@ -118,6 +119,7 @@ def test_a_fit_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("ignore")
 def test_two_callbacks_and_a_step_that_returns_anything_end_no_fit(tmp_path: Path) -> None:
     import pytorch_lightning as pl
+
     from stoker_watch.recording.callbacks import lightning
 
     class Model(pl.LightningModule):

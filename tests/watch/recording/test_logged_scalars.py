@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+
 from stoker_watch.recording.hook.stoker_hook.instruments import count_images
 from stoker_watch.recording.torch_hooks import ScalarLogger
 

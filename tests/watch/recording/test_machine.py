@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from stoker_watch.recording.telemetry.machine import (
     disk_usage,
     free_bytes,

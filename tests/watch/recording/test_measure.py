@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import stoker
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError, DataError, UsageError
@@ -30,8 +32,6 @@ from stoker_watch.runs.records import (
     read_lines,
 )
 from stoker_watch.runs.schemas import Event, StackWindow, StepWindow
-
-import stoker
 
 
 def events(run: Path) -> list[Event]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from stoker_watch.recording.telemetry import host
 from stoker_watch.recording.telemetry.host import OTHERS_INTERVAL_S, HostSampler, OtherProcesses
 

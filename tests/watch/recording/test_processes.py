@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording.telemetry.host import THREADS_PER_SAMPLE, ProcessTreeSampler, max_open_fds
 from stoker_watch.recording.telemetry.machine import list_process_tree, read
 

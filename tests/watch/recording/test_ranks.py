@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
 from tests.watch.recording import ranks
 
 pytestmark = pytest.mark.slow

@@ -18,6 +18,7 @@ from types import CodeType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.recording import remote_stacks
 from stoker_watch.recording.frames import Frame, find_place
 from stoker_watch.recording.remote_stacks import (

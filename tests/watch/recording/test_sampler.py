@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from stoker_watch.recording.telemetry import sampler
 from stoker_watch.recording.telemetry.gpu import Gpu
 from stoker_watch.recording.telemetry.sampler import TelemetrySampler
 from stoker_watch.runs.records import DEVICES, EVENTS, RunFolder, read_lines
 from stoker_watch.runs.schemas import DeviceSample, Event, GpuSample
-
 from tests.nvml import Scene, driver_library
 
 

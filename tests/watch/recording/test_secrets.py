@@ -5,6 +5,7 @@ providers), Sentry's denylist, and the manuals of curl, mysql, psql, docker, ope
 import json
 
 import pytest
+
 from stoker_watch.recording.telemetry.environment import describe
 from stoker_watch.secrets import mask_argv, mask_secrets
 

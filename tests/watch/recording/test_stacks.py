@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording import stacks
 from stoker_watch.recording.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
 from stoker_watch.recording.telemetry.machine import read_life

@@ -4,6 +4,7 @@ import signal
 import threading
 
 import pytest
+
 from stoker_watch.recording.telemetry.machine import TimeoutWorker
 
 

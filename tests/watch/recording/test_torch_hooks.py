@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.callback
+
+import stoker
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.recording.torch_hooks import LazyDeviceClock
-
-import stoker
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stoker_watch.cli.app import main
 
+from stoker_watch.cli.app import main
 from tests.watch.report.runs import write_run
 
 Command = Callable[..., tuple[int, str]]

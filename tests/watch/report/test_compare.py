@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.errors import UsageError
 from stoker_watch.report.compare import Comparison, compare, print_comparison
 from stoker_watch.report.sizing import comparable
-
 from tests.watch.report.runs import write_run
 
 MACHINE = {"hostname": "one", "packages": {"torch": "2.14.0", "numpy": None}, "cores": 8, "memory_limit_bytes": 2**34,

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.errors import UsageError
 from stoker_watch.report.compare import check_speed, compare, print_comparison
 from stoker_watch.runs.records import STEPS, RunFolder

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.findings.finding import Evidence, Finding
 from stoker_watch.report.html import render
 from stoker_watch.report.run_report import RunReport, advise, collect
 from stoker_watch.runs.records import PROBES, RunFolder
 from stoker_watch.runs.schemas import Probe
-
 from tests.watch.report.runs import write_run
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.diagnosis.termination import MAX_OUTPUT_BYTES
 from stoker_watch.errors import UsageError
 from stoker_watch.report.explain import LogExplanation, explain_log, print_log_explanation

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
+
 from stoker_watch.cli.app import main
 from stoker_watch.errors import UsageError
 from stoker_watch.report.explain import PHASE_COLORS
@@ -40,7 +41,6 @@ from stoker_watch.runs.records import (
     locked,
 )
 from stoker_watch.runs.schemas import DeviceSample, GpuSample, Place, Quarantined, StackWindow, StepWindow
-
 from tests import browser
 
 RECORDED = Path(__file__).parent / "evaluated"

@@ -3,6 +3,7 @@
 import base64
 
 import pytest
+
 from stoker_watch.report.page.images import render_image
 from stoker_watch.runs.evaluation import GroundTruthBox, ImageEvaluation, Thumbnail
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.endings import endings
 from stoker_watch.diagnosis.run_data import RunRecords
@@ -17,7 +18,6 @@ from stoker_watch.report.explain import explain_run
 from stoker_watch.report.html import render_runs_summary, write_runs_summary
 from stoker_watch.report.runs_summary import MAX_WORST_RUNS, RunsSummary, print_runs_summary, summarize_runs
 from stoker_watch.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
-
 from tests import browser
 from tests.watch.report.runs import START_T, write_run
 

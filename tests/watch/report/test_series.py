@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.report.series import Bins, FractionBins
 
 

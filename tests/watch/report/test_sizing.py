@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.report.explain import explain_run
 from stoker_watch.report.sizing import RULES, ResourceUsage, advise_sizing, resource_usage
 from stoker_watch.runs.records import DEVICES, RunFolder
 from stoker_watch.runs.schemas import DeviceSample, GpuSample
-
 from tests.watch.report.runs import GIB, START_T, write_run
 
 BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01})

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.report.html import write_report
 from stoker_watch.runs.records import DEVICES, EVENTS, STEPS, RunFolder
 from stoker_watch.runs.schemas import DeviceSample, GpuSample, StepWindow
-
 from tests import browser
 
 

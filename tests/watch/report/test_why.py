@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.errors import UsageError
 from stoker_watch.findings.finding import Evidence, Finding

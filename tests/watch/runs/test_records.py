@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import UsageError
 from stoker_watch.findings.finding import Evidence, Finding

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker.config.settings import AUTO, SECTION_OF, Config, from_run, setting_rows
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.checkpoint import Manifest, healthy_steps

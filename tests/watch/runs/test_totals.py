@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, RANKS, STEPS
 from stoker_watch.runs.schemas import Event, StepWindow

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.errors import StorageError
 from stoker_watch.storage.clients import find_credentials
 from stoker_watch.storage.store import Store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.storage.servers import Server, apply
 
 

@@ -6,12 +6,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
+
 from stoker_watch.errors import Conflict, ObjectMissing, StorageError
 from stoker_watch.storage.clients import Credentials
 from stoker_watch.storage.failures import Failure, FailureKind, Timeouts, to_storage_error
 from stoker_watch.storage.store import Store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.storage.servers import KEYS, NO_CREDENTIALS, Server, apply
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.errors import ObjectMissing, StorageError
 from stoker_watch.storage import fetcher as fetcher_module
 from stoker_watch.storage.failures import Timeouts
 from stoker_watch.storage.fetcher import Fetcher
 from stoker_watch.storage.store import Store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.storage.proxy import Fault
 from tests.watch.storage.servers import Conditions, ServedBucket, Server, apply
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.errors import Conflict, StorageError, UsageError
 from stoker_watch.report.explain import explain_run
 from stoker_watch.storage.lease import Lease, LeaseHolder, LeaseLost, acquire
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import StorageUri, parse_uri
-
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 from tests.watch.report.runs import write_run

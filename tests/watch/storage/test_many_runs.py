@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.report.explain import explain_run
 from stoker_watch.report.runs_summary import summarize_runs
 from stoker_watch.runs.records import PROBES, TRACES, RunFolder
 from stoker_watch.runs.schemas import Probe, TraceWindow
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.report.runs import write_run
 from tests.watch.storage.servers import Server, apply
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.errors import ConfigError
 from stoker_watch.storage import failures
 from stoker_watch.storage.failures import Failure, RequestCounters, RetryState, Timeouts

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 import stoker_watch.storage.store
 from stoker_watch.errors import UsageError
 from stoker_watch.report.explain import explain_run
@@ -38,7 +39,6 @@ from stoker_watch.storage.uri import (
     to_run_uri,
     working_copy,
 )
-
 from tests.watch.storage.servers import Conditions, Server, apply
 
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from obstore import Bytes
+
 from stoker_watch.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker_watch.storage import clients
 from stoker_watch.storage.failures import CorruptResponse, Timeouts
 from stoker_watch.storage.store import Store, _checked_bytes, open_store
 from stoker_watch.storage.uri import parse_uri
-
 from tests.watch.storage.object_server import Stored
 from tests.watch.storage.proxy import Fault
 from tests.watch.storage.servers import NO_CREDENTIALS, Conditions, ServedBucket, Server, apply

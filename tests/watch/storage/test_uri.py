@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.errors import ConfigError
 from stoker_watch.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 

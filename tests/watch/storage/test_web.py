@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stoker_watch.storage import clients
-from stoker_watch.storage.web import open_url
 
 from stoker.preflight import cloud, host
+from stoker_watch.storage import clients
+from stoker_watch.storage.web import open_url
 
 ROOT = Path(__file__).parents[3]
 

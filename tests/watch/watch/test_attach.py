@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.diagnosis.termination import boot_id, is_held

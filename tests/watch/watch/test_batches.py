@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 from tests.watch.watch.test_hook import ran
 from tests.watch.watch.test_mistakes import reported
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from stoker_watch.recording.hook.stoker_hook import clock as hook
 from stoker_watch.recording.hook.stoker_hook import jax_loop, torch_loop
 from stoker_watch.recording.hook.stoker_hook.clock import BatchSource
 from stoker_watch.watch.hook_reader import read_hook_state
-
 from tests.fixtures.watch_clock import Optimizer, Timed
 
 

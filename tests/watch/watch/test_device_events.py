@@ -1,6 +1,7 @@
 """The hook's events on a device that is not there."""
 
 import pytest
+
 from stoker_watch.recording.hook.stoker_hook import torch_loop
 from stoker_watch.recording.hook.stoker_hook.clock import BUSY
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.run_data import LogLine, Termination

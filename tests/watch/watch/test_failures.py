@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis import postmortem
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.reader import read_run

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.runs.schemas import StepWindow
 from stoker_watch.watch.output import LineSplitter, ProgressParser, ProgressWindows
 

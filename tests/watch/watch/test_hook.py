@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.report.explain import RunExplanation, explain_run
 from stoker_watch.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
@@ -21,7 +22,6 @@ from stoker_watch.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
-
 from tests.timing import undisturbed_once
 from tests.watch.watch import hook_jobs
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.recording.hook.stoker_hook import clock as hook
 from stoker_watch.recording.hook.stoker_hook import growth
 from stoker_watch.runs.records import EVENTS, PHASES, STEPS, RunFolder, read_lines
@@ -31,7 +32,6 @@ from stoker_watch.watch.hook_reader import (
     read_hook_state,
 )
 from stoker_watch.watch.recorder import Recorder
-
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 

@@ -6,6 +6,7 @@ output of the program named."""
 import math
 
 import pytest
+
 from stoker_watch.watch.output import ProgressParser
 
 nan = math.nan

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+
 from stoker_watch.diagnosis.causes.mistakes import mistake_evidence, mistake_kinds
 from stoker_watch.recording.hook.stoker_hook.mistakes import own_line
-
 from tests.watch.watch.test_hook import PEERS, ran, watched
 
 JOB = """

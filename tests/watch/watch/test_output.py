@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from stoker_watch.watch.output import (
     MAX_LINE_LENGTH,
     PARSERS,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording import stacks
 from stoker_watch.recording.telemetry.machine import list_process_tree, read_life
 from stoker_watch.watch.recorder import JobProcesses

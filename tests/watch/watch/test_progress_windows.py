@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.watch.output import MAX_FIRST_STEP, Progress, ProgressWindows, parse_progress
 
 

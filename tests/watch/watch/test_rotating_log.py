@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.errors import StorageError
 from stoker_watch.runs.records import ENVIRONMENT, EVENTS, STEPS, RunFolder, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.watch.output_relay import RotatingLog
 from stoker_watch.watch.recorder import LogTail, Recorder, open_run_folder
-
 from tests.fixtures.special_files import replace_by
 
 

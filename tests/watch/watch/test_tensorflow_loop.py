@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from stoker_watch.recording.hook.stoker_hook import clock as hook
 from stoker_watch.recording.hook.stoker_hook import tensorflow_loop
 from stoker_watch.recording.hook.stoker_hook.instruments import timed
-
 from tests.fixtures.watch_clock import Timed
 
 

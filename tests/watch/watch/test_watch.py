@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.report.run_report import collect

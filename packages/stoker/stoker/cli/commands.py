@@ -5,8 +5,6 @@ import contextlib
 import sys
 
 from cyclopts import App
-from stoker_watch.errors import StokerError
-from stoker_watch.printable import print_text
 
 from stoker.cli.data import data_app
 from stoker.cli.launch import launch_app
@@ -16,6 +14,8 @@ from stoker.cli.search import search
 from stoker.cli.train import flags_of, import_pipeline, train, train_help
 from stoker.cli.tune import tune
 from stoker.config.flag_names import translate
+from stoker_watch.errors import StokerError
+from stoker_watch.printable import print_text
 
 
 def add_to(app: App) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from stoker_watch.cli import described, show
-from stoker_watch.printable import print_text
 
 from stoker.config.settings import Config, DataSettings, from_fields
 from stoker.config.settings import check as check_settings
+from stoker_watch.cli import described, show
+from stoker_watch.printable import print_text
 
 data_app = App(
     name="data",
@@ -68,13 +68,12 @@ def check(
     Reads the annotations, decodes every image and compares packed shards with their checksums. Changes nothing. Exit
     code 4 if training would refuse the data set, or a packed shard has changed.
     """
-    from stoker_watch.errors import DataError, UsageError
-    from stoker_watch.report.console import progress_bar
-
     from stoker.data.index import split_options
     from stoker.data.validation.check import check_dataset
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.report.dataset import print_check
+    from stoker_watch.errors import DataError, UsageError
+    from stoker_watch.report.console import progress_bar
 
     settings = reading.settings(data, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes).data
     if workers is not None and workers < 1:
@@ -116,8 +115,6 @@ def stats(
     Model and image size are those that `stoker train DATA` takes, unless they are set. Downloads nothing. Exit code 4
     if training would refuse the data set.
     """
-    from stoker_watch.errors import DataError, UsageError
-
     from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
     from stoker.hardware.device import select_device
@@ -125,6 +122,7 @@ def stats(
     from stoker.report.dataset import check_output_path, print_stats
     from stoker.report.dataset_page import write_dataset_stats
     from stoker.training.defaults.derive import derive_for_plan, derive_model_input
+    from stoker_watch.errors import DataError, UsageError
 
     user_config = reading.settings(data, image_size=image_size, model=model)
     check_image_size(user_config)
@@ -175,10 +173,6 @@ def preview(
 
     Settings that are not set are derived as for training. Writes one file and changes nothing else.
     """
-    from stoker_watch.durations import join_length
-    from stoker_watch.hardware.cgroup import host_cores
-    from stoker_watch.report.format import plural
-
     from stoker.config.settings import settings_table
     from stoker.data.index import open_index_of, require_images
     from stoker.evaluation.draw import IMAGE_SUFFIXES, save_image
@@ -187,6 +181,9 @@ def preview(
     from stoker.report.dataset import check_output_path
     from stoker.report.terminal import print_settings
     from stoker.training.defaults.derive import derive_data
+    from stoker_watch.durations import join_length
+    from stoker_watch.hardware.cgroup import host_cores
+    from stoker_watch.report.format import plural
 
     overrides = {"model": model, "weights": weights, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**join_length(overrides))
@@ -229,13 +226,12 @@ def convert(
     Boxes that training drops are dropped here, too, and images without a valid header; all are named. Image files are
     copied unchanged and not decoded: `stoker data check` finds damaged ones. The source is not changed.
     """
-    from stoker_watch.errors import UsageError
-    from stoker_watch.report.console import progress_bar
-
     from stoker.data.convert import TARGET_FORMATS, convert_via_datumaro
     from stoker.data.convert import convert as convert_data
     from stoker.data.index import open_index_of
     from stoker.report.dataset import print_converted
+    from stoker_watch.errors import UsageError
+    from stoker_watch.report.console import progress_bar
 
     if via is not None:
         if to not in (None, "coco"):
@@ -275,14 +271,13 @@ def pack(
     Images that training would skip are left out and named. The same command continues after a kill, makes lost shards
     again, and does nothing when all is there. The source is not changed.
     """
-    from stoker_watch.errors import UsageError
-    from stoker_watch.hardware.cgroup import host_cores
-    from stoker_watch.report.console import progress_bar
-
     from stoker.data.index import open_index_of
     from stoker.data.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.packing import pack as pack_data
     from stoker.report.dataset import print_packed
+    from stoker_watch.errors import UsageError
+    from stoker_watch.hardware.cgroup import host_cores
+    from stoker_watch.report.console import progress_bar
 
     if quality is not None and image_size is None:
         raise UsageError("--quality needs --image-size: else images keep their bytes.", fix="add --image-size 640")
@@ -332,12 +327,11 @@ def split(
 
     The data set is not changed. `stoker train DATA --splits OUT` uses the lists.
     """
-    from stoker_watch.hardware.cgroup import host_cores
-    from stoker_watch.report.console import progress_bar
-
     from stoker.data.index import open_index_of
     from stoker.data.validation.split import make_splits
     from stoker.report.dataset import print_new_splits
+    from stoker_watch.hardware.cgroup import host_cores
+    from stoker_watch.report.console import progress_bar
 
     index = open_index_of(reading.settings(data).data)
     with progress_bar("images") as on_progress:

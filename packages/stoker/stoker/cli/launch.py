@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
-from stoker_watch.cli import PARAMETER, described, show
-from stoker_watch.durations import parse_time_s
-from stoker_watch.errors import UsageError
-from stoker_watch.printable import print_json, print_text, printable
 
 from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import flags_of, join_settings, train
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, check
 from stoker.launching.spec import PLACES, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
+from stoker_watch.cli import PARAMETER, described, show
+from stoker_watch.durations import parse_time_s
+from stoker_watch.errors import UsageError
+from stoker_watch.printable import print_json, print_text, printable
 
 launch_app = App(
     name="launch",
@@ -127,9 +127,8 @@ def _check_settings(config: Config, spec: LaunchSpec, place: Place) -> list[str]
 @described
 def status(run: Run, /, *, json: bool = False) -> None:
     """Says what the newest job of a run does."""
-    from stoker_watch.secrets import mask_secrets, without_secrets
-
     from stoker.launching.jobs import last_job, read_jobs
+    from stoker_watch.secrets import mask_secrets, without_secrets
 
     job = last_job(run)
     state = open_place(job.place).status(job)
@@ -147,9 +146,8 @@ def status(run: Run, /, *, json: bool = False) -> None:
 @described
 def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False) -> None:
     """Prints what the newest job of a run has printed."""
-    from stoker_watch.secrets import mask_secrets
-
     from stoker.launching.jobs import last_job
+    from stoker_watch.secrets import mask_secrets
 
     job = last_job(run)
     for line in open_place(job.place).logs(job, follow=follow):
@@ -160,10 +158,9 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 def cancel(run: Run, /) -> None:
     """Asks the newest job of a run, or all of a search, to save and end, for good, and waits until that is done. The
     run can be continued."""
-    from stoker_watch.secrets import mask_secrets
-
     from stoker.launching.jobs import cancel as cancel_job
     from stoker.launching.jobs import launched_jobs, newest_jobs
+    from stoker_watch.secrets import mask_secrets
 
     for job in newest_jobs(launched_jobs(run)):
         state = cancel_job(job)

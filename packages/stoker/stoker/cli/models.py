@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+from stoker.cli.quick_import import quick_imports
 from stoker_watch.cli import described, show
 from stoker_watch.printable import print_json, print_text
-
-from stoker.cli.quick_import import quick_imports
 
 
 @described

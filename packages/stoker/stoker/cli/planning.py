@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
-from stoker_watch.cli import described
-from stoker_watch.durations import parse_time_s
-from stoker_watch.printable import print_json, print_text
 
 from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import join_settings
 from stoker.config.settings import Config
+from stoker_watch.cli import described
+from stoker_watch.durations import parse_time_s
+from stoker_watch.printable import print_json, print_text
 
 
 @described
@@ -48,12 +48,11 @@ def check(
     from stoker_watch.errors import PreflightError
 
     with quick_imports():
-        from stoker_watch.report.findings_terminal import print_findings
-
         from stoker.config.settings import check as check_settings
         from stoker.planning.check import CheckRequest
         from stoker.planning.check import check as run_checks
         from stoker.training.run_selection import with_absolute_paths
+        from stoker_watch.report.findings_terminal import print_findings
 
     config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     check_settings(config)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-from stoker_watch.errors import Preempted, StokerError
 
 from stoker.cli.quick_import import quick_imports
 from stoker.config.settings import from_fields
 from stoker.training.local_ranks import RankRequest
 from stoker.training.ranks import REPORTS_VARIABLE, Failure, write_report
+from stoker_watch.errors import Preempted, StokerError
 
 ORPHAN_GRACE_S = 60.0
 """How long a rank may save its state after the process that started it has gone."""
@@ -31,9 +31,8 @@ def main() -> int:
     try:
         threading.Thread(target=_end_with_starter, args=(sys.stdin.buffer,), name="starter", daemon=True).start()
         with quick_imports():
-            from stoker_watch.recording.telemetry.host import process_start_s
-
             from stoker.training.run import train
+            from stoker_watch.recording.telemetry.host import process_start_s
         options = msgspec.structs.asdict(request)
         user_config = from_fields(options.pop("settings"))
         result = train(user_config, started_s=process_start_s(), exit_when_hung=True, **options)

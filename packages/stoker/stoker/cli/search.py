@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
-from stoker_watch.cli import described
-from stoker_watch.errors import needs_package
-from stoker_watch.printable import print_text
 
 from stoker.cli.train import join_settings
 from stoker.config.settings import Config
 from stoker.launching.spec import LaunchRequest, PlaceOptions
+from stoker_watch.cli import described
+from stoker_watch.errors import needs_package
+from stoker_watch.printable import print_text
 
 _SEARCH = Group("Search", sort_key=0)
 """Before the settings of a training."""
@@ -55,10 +55,9 @@ def search(
 
     settings = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if architecture:
-        from stoker_watch.errors import UsageError
-
         from stoker.search.architecture import PARTS, search_architecture
         from stoker.search.space import read_space
+        from stoker_watch.errors import UsageError
 
         others = {"--parallel": parallel != 1, "--objective": objective != "ap", "--pruner": pruner is not None}
         if wrong := [flag for flag, is_set in {**others, "--launcher": launcher != "local"}.items() if is_set]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
+
+from stoker.cli.quick_import import quick_imports
+from stoker.config.settings import Config, from_toml
 from stoker_watch.cli import PARAMETER, described
 from stoker_watch.durations import join_length
 from stoker_watch.errors import CaptureFailed
 from stoker_watch.monitor.options import MonitoringOptions
 from stoker_watch.printable import print_json, print_text
-
-from stoker.cli.quick_import import quick_imports
-from stoker.config.settings import Config, from_toml
 
 if TYPE_CHECKING:
     from stoker.training.local_ranks import Result
@@ -77,10 +77,9 @@ def train(
         starts_ranks = not dry_run and must_start_ranks(devices)
     if not starts_ranks:
         with quick_imports():
-            from stoker_watch.recording.telemetry.host import process_start_s
-
             from stoker.training.run import train as train_loop
             from stoker.training.supervisor import replace_process
+            from stoker_watch.recording.telemetry.host import process_start_s
 
     user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if dry_run:
@@ -110,10 +109,9 @@ def train(
     if log_format == "json":
         return  # its last line is the event `finished`
 
+    from stoker.report.terminal import print_metrics
     from stoker_watch.report.console import redirect_to_devnull
     from stoker_watch.storage.uri import display_path
-
-    from stoker.report.terminal import print_metrics
 
     run = display_path(result.run)
     try:
@@ -178,10 +176,9 @@ def import_pipeline(
     Writes the settings, and reports each field of the file: carried over exactly, with a substitute, or not. See
     docs/from-tensorflow.md.
     """
-    from stoker_watch.errors import UsageError
-
     from stoker.migration.pipeline import import_pipeline as read_pipeline
     from stoker.migration.pipeline import print_import, write_config
+    from stoker_watch.errors import UsageError
 
     config, report = read_pipeline(pipeline, data=data)
     write_config(config, report, out)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from stoker_watch.cli import described, show
-from stoker_watch.printable import print_text
 
 from stoker.config.settings import Config
+from stoker_watch.cli import described, show
+from stoker_watch.printable import print_text
 
 
 @described
@@ -31,12 +31,11 @@ def tune(
     Writes config.toml for `stoker train --config`, with only those changes whose gain was
     measured (95 % interval above 1) and that train the same.
     """
-    from stoker_watch.durations import parse_time_s
-
     from stoker.cli.train import join_settings
     from stoker.tuning.learning_rate import print_lr_result, tune_lr
     from stoker.tuning.runner import TuneRequest, print_result
     from stoker.tuning.runner import tune as run_tuning
+    from stoker_watch.durations import parse_time_s
 
     request = TuneRequest(
         target=target,

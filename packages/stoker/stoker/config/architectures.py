@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, nearest
 
 from stoker.knowledge import read_toml
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, nearest
 
 PRETRAINED_NAMES = ("objects365+coco", "coco", "objects365", "imagenet")
 """Names that `--weights` accepts, besides `none` and files; the default is the first that a model has.

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_type_hints
 
 import msgspec
-from stoker_watch.errors import ConfigError, UsageError, nearest
-from stoker_watch.printable import print_text
 
 from stoker.config.keywords import Settings
 from stoker.knowledge import read_toml
+from stoker_watch.errors import ConfigError, UsageError, nearest
+from stoker_watch.printable import print_text
 
 
 class _Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,13 +21,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 import tomli_w
 from cyclopts import Parameter
-from stoker_watch import regular_files
-from stoker_watch.durations import join_length, parse_duration
-from stoker_watch.errors import ConfigError, did_you_mean, make_error, nearest
 
 from stoker.config.architectures import inherit
 from stoker.config.sync_method import parse_sync
 from stoker.knowledge import read_toml
+from stoker_watch import regular_files
+from stoker_watch.durations import join_length, parse_duration
+from stoker_watch.errors import ConfigError, did_you_mean, make_error, nearest
 
 AUTO: Any = None
 """The value of a field that is not set yet."""

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from stoker_watch.errors import ConfigError
 from torch import Tensor
 from torch.nn import functional
 
 from stoker.config.settings import DataSettings
 from stoker.data.batch import PAD_COLOR, Batch, RandSlot
 from stoker.data.geometry import MIN_AREA_FRACTION, MIN_SIDE_PIXELS
+from stoker_watch.errors import ConfigError
 
 MOSAIC_GROUP_SIZE = 4
 """Images of a mosaic: positions 4g … 4g+3 of the stream, whatever the batch size."""

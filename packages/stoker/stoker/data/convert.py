@@ -21,8 +21,6 @@ from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, UsageError, make_error, writing
-from stoker_watch.storage.local_files import fsync_folder
 
 from stoker.data.formats.finder import FORMATS
 from stoker.data.formats.folders import IMAGE_SUFFIXES, SUFFIXES
@@ -31,6 +29,8 @@ from stoker.data.images import source as image_source
 from stoker.data.images.decode import INVERSE_ORIENTATION
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index, open_index
+from stoker_watch.errors import DataError, UsageError, make_error, writing
+from stoker_watch.storage.local_files import fsync_folder
 
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+
 from stoker_watch.storage.local_files import cache_folder, fsync_folder, write_atomic
 
 VERSION = 1

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from stoker_watch.errors import ConfigError, DataError, make_error
-from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 from stoker.data import index_cache
 from stoker.data.formats import finder, images
@@ -40,12 +38,13 @@ from stoker.data.validation.problems import (
     count_of_all,
     max_bad_images,
 )
+from stoker_watch.errors import ConfigError, DataError, make_error
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 if TYPE_CHECKING:
+    from stoker.config.settings import DataSettings
     from stoker_watch.storage.store import Store
     from stoker_watch.storage.uri import StorageUri
-
-    from stoker.config.settings import DataSettings
 
 __all__ = [
     "ImageRanges",

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, PreflightError, make_error, system_limit
-from stoker_watch.storage.local_files import cache_folder, write_atomic
 
 from stoker.data.formats.folders import iter_annotation_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import Problem
+from stoker_watch.errors import DataError, PreflightError, make_error, system_limit
+from stoker_watch.storage.local_files import cache_folder, write_atomic
 
 VERSION = 13
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""

@@ -22,10 +22,6 @@ import msgspec
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, StokerError, UsageError, make_error, writing
-from stoker_watch.storage.local_files import write_atomic
-from stoker_watch.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 from stoker.data import index_digest
 from stoker.data.convert import read_image
@@ -51,6 +47,10 @@ from stoker.data.images import source as image_source
 from stoker.data.images.decode import decode_resized
 from stoker.data.images.headers import Header
 from stoker.data.index import Index, boxes_of
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, StokerError, UsageError, make_error, writing
+from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
 
 DEFAULT_SHARD_MIB = 64
 DEFAULT_QUALITY = 90

@@ -27,18 +27,17 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
-from stoker_watch.errors import DataError, StokerError, StorageError, make_error, nearest, writing
-from stoker_watch.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
-from stoker_watch.storage.store import ObjectInfo, Store, download, open_store
-from stoker_watch.storage.uri import StorageUri, parse_uri
-from stoker_watch.storage.web import open_url
-
 from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
 from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch.errors import DataError, StokerError, StorageError, make_error, nearest, writing
+from stoker_watch.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
+from stoker_watch.storage.store import ObjectInfo, Store, download, open_store
+from stoker_watch.storage.uri import StorageUri, parse_uri
+from stoker_watch.storage.web import open_url
 
 COPY_THREADS = 64
 """Annotation files that are copied concurrently: the time of each is the latency of the store, 10 … 100 ms."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.runs.evaluation import COCO_SUMMARY, NUM_RECALL_POINTS, ClassMetrics, Metrics
 
 from stoker.evaluation.detections import Detections, GroundTruth
+from stoker_watch.runs.evaluation import COCO_SUMMARY, NUM_RECALL_POINTS, ClassMetrics, Metrics
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from stoker_watch.errors import writing
-from stoker_watch.storage.local_files import write_atomic
 
 from stoker.evaluation.detections import Detections
+from stoker_watch.errors import writing
+from stoker_watch.storage.local_files import write_atomic
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Suffixes of images that `save_image` writes."""

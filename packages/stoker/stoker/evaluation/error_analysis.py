@@ -21,6 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stoker.data.index import Index
+from stoker.evaluation.coco import CocoMatches, CocoResult, only_evaluated
+from stoker.evaluation.detections import Detections, GroundTruth
 from stoker_watch.runs.evaluation import (
     ERROR_TYPES,
     HISTOGRAM_BINS,
@@ -33,10 +37,6 @@ from stoker_watch.runs.evaluation import (
     GroundTruthBox,
     ImageEvaluation,
 )
-
-from stoker.data.index import Index
-from stoker.evaluation.coco import CocoMatches, CocoResult, only_evaluated
-from stoker.evaluation.detections import Detections, GroundTruth
 
 FOREGROUND_IOU = 0.5
 """TIDE's t_f."""

@@ -17,8 +17,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, make_error
-from stoker_watch.runs.evaluation import Metrics
 from torch import Tensor, nn
 
 from stoker.data.batch import Batch
@@ -34,6 +32,8 @@ from stoker.evaluation.detections import Detections, GroundTruth, boxes_in_image
 from stoker.evaluation.draw import ImageWithBoxes
 from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
+from stoker_watch.errors import DataError, make_error
+from stoker_watch.runs.evaluation import Metrics
 
 SCORE_THRESHOLD = 0.05
 """Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""

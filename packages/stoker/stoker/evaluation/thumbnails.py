@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from stoker_watch.errors import DataError, StokerError, StorageError
-from stoker_watch.runs.evaluation import Evaluation, Thumbnail, Thumbnails
 
 from stoker.data.index import Index
 from stoker.evaluation.evaluate import read_thumbnail
+from stoker_watch.errors import DataError, StokerError, StorageError
+from stoker_watch.runs.evaluation import Evaluation, Thumbnail, Thumbnails
 
 MAX_IMAGE_SIDE = 480
 """Longest side in pixels; a page shows it at about 350."""

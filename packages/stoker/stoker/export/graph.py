@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from stoker_watch.errors import ConfigError
 from torch import Tensor, nn
 
 from stoker import models
 from stoker.inference.runtime import require_package
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
+from stoker_watch.errors import ConfigError
 
 OPSETS = (18, 21)
 """First and last supported operator set: the minimum of torch's exporter, the maximum of onnxruntime 1.20."""

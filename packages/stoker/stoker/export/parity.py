@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch.errors import ParityError
 
 from stoker import models
 from stoker.inference.runtime import ExportedModel
 from stoker.models.layers.boxes import iou
+from stoker_watch.errors import ParityError
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
 """Largest allowed differences of a box's coordinates, in pixels of the model input, and of its score."""

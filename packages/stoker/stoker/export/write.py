@@ -18,11 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, StokerError, StorageError, UsageError, WeightsError, make_error, writing
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.runs.records import CONFIG
-from stoker_watch.storage.local_files import fsync_folder
-from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 from stoker.config.settings import from_run
 from stoker.data.batch import PAD_COLOR
@@ -38,6 +33,11 @@ from stoker.knowledge import read_toml
 from stoker.models.detector import Detector
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
+from stoker_watch.errors import DataError, StokerError, StorageError, UsageError, WeightsError, make_error, writing
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.runs.records import CONFIG
+from stoker_watch.storage.local_files import fsync_folder
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 NUM_PARITY_IMAGES = 32
 """Number of images on which file and model are compared."""

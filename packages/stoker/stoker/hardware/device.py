@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 import torch
-from stoker_watch.errors import PreflightError, make_error
-from stoker_watch.hardware.cgroup import host_memory
-from stoker_watch.recording.torch_device import DeviceClock
 from torch import Tensor
 
 from stoker.hardware.cuda_trial import TorchDevice, build_with, present_device, runs_on
+from stoker_watch.errors import PreflightError, make_error
+from stoker_watch.hardware.cgroup import host_memory
+from stoker_watch.recording.torch_device import DeviceClock
 
 CPU_BLOCK_SIZE = 2**19
 """Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries

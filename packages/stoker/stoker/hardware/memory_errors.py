@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 import torch
+
 from stoker_watch.errors import OutOfMemoryError
 
 _OUT_OF_MEMORY = re.compile("[Oo]ut of memory|can't allocate memory|ALLOC(ATION)?_FAILED|RESOURCE_EXHAUSTED")

@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.errors import ConfigError, DataError
-from stoker_watch.hardware.cgroup import host_cores
 
 from stoker.data import geometry
 from stoker.data.batch import Batch
@@ -32,6 +30,8 @@ from stoker.data.images.headers import parse_header, read_header
 from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.hardware.device import Device
 from stoker.inference.video import Frame
+from stoker_watch.errors import ConfigError, DataError
+from stoker_watch.hardware.cgroup import host_cores
 
 PREFETCH_BATCHES = 3
 """Batches that are decoded ahead of the device."""

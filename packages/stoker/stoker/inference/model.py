@@ -17,10 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from stoker_watch.errors import DataError, UsageError, WeightsError, did_you_mean, make_error, nearest
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.runs.evaluation import Metrics
-from stoker_watch.runs.records import CONFIG
 from torch import Tensor
 
 from stoker.config.settings import Config, DataSettings, from_fields, from_run
@@ -45,6 +41,10 @@ from stoker.inference.video import VIDEO_SUFFIXES, is_video, read_frames
 from stoker.models import MODELS
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
 from stoker.models.weights import model_file
+from stoker_watch.errors import DataError, UsageError, WeightsError, did_you_mean, make_error, nearest
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.runs.evaluation import Metrics
+from stoker_watch.runs.records import CONFIG
 
 Image_ = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image | Tensor
 ImageInput = Image_ | Iterable[Image_]

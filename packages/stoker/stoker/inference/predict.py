@@ -16,11 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from stoker_watch.errors import DataError, UsageError, make_error, writing
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.printable import encode_json
-from stoker_watch.storage.local_files import safe_name, write_atomic
-from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 from stoker.data.images.source import display_path
 from stoker.data.remote import download_image, resolve_images
@@ -51,6 +46,11 @@ from stoker.inference.video import (
     video_writer,
 )
 from stoker.models.layers.postprocess import DetectorProtocol
+from stoker_watch.errors import DataError, UsageError, make_error, writing
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.printable import encode_json
+from stoker_watch.storage.local_files import safe_name, write_atomic
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
 """Suffixes of images in folders; a file that is given by name may have any suffix."""

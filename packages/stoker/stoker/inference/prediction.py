@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from stoker_watch.errors import DataError, UsageError, needs_package
 
 from stoker.data.images.source import display_path
 from stoker.evaluation.detections import Detections, boxes_in_image
 from stoker.evaluation.draw import IMAGE_SUFFIXES, draw_boxes, save_image
 from stoker.inference.image_batches import ImageSource, load_pixels
+from stoker_watch.errors import DataError, UsageError, needs_package
 
 
 class Detection(NamedTuple):

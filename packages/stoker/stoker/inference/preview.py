@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from stoker_watch.errors import UsageError
 
 from stoker.config.settings import DataSettings
 from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch
@@ -21,6 +20,7 @@ from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, com
 from stoker.evaluation.detections import boxes_in_image
 from stoker.evaluation.draw import draw_boxes, fit_text
 from stoker.hardware.device import Device
+from stoker_watch.errors import UsageError
 
 if TYPE_CHECKING:
     from stoker.data.index import Index

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, PreflightError, WeightsError, make_error, needs_package
 from torch import Tensor, nn
 
 from stoker.models.layers.postprocess import MAX_DETECTIONS, BatchDetections, rescale_to_original
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, PreflightError, WeightsError, make_error, needs_package
 
 METADATA_FILE = "metadata.json"
 """Name in the archive of a .pt2 file, and in the one at the end of a .tflite file."""

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, StokerError, StorageError, needs_package
 
 from stoker.data.images.decode import Pixels
 from stoker.data.images.source import display_path, resolve_stub
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, StokerError, StorageError, needs_package
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".wmv", ".flv")
 CAMERA_PREFIX = "/dev/video"

@@ -17,6 +17,11 @@ from typing import Any, TextIO
 
 import msgspec
 from rich.console import RenderableType
+
+from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
+from stoker.launching.request import check_launch, make_spec
+from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
+from stoker.training.cluster import can_divide
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import UsageError, make_error
@@ -35,11 +40,6 @@ from stoker_watch.report.sizing import (
     read_environment,
     resource_usage,
 )
-
-from stoker.launching.jobs import CANCEL_WAIT_S, cancel, last_job, read_jobs, submit
-from stoker.launching.request import check_launch, make_spec
-from stoker.launching.spec import Job, LaunchRequest, PlaceOptions, open_place
-from stoker.training.cluster import can_divide
 
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.

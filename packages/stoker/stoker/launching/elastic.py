@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stoker.training.cluster import can_divide
 from stoker_watch.errors import StokerError
 from stoker_watch.runs.records import open_run, read_settings
-
-from stoker.training.cluster import can_divide
 
 SETTINGS = ("batch_size", "mosaic", "stages")
 """That decide it. The run has them from its first start on; before, those that the user set count."""

@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from stoker_watch.errors import ConfigError, PreflightError, UsageError, make_error, needs_package
-
 from stoker.launching.request import check_container
 from stoker.launching.spec import (
     FAILING_EXIT_CODES,
@@ -31,6 +29,7 @@ from stoker.launching.spec import (
     state_of,
 )
 from stoker.planning.machines import GPUS, Machine, listed_machines
+from stoker_watch.errors import ConfigError, PreflightError, UsageError, make_error, needs_package
 
 MEGA = "NVIDIA_H100_MEGA_80GB"
 """The H100 of a3-megagpu-8g."""

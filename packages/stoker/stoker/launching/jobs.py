@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+
+from stoker.launching.spec import LOG, PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
 from stoker_watch import regular_files
 from stoker_watch.errors import ObjectMissing, UsageError, writing
 from stoker_watch.runs.records import EVENTS, LAUNCH, read_lines
 from stoker_watch.runs.schemas import Event
 from stoker_watch.storage.local_files import write_atomic
 from stoker_watch.storage.uri import is_uri, to_run_uri, working_copy
-
-from stoker.launching.spec import LOG, PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
 
 KEPT_JOBS = 100
 CANCEL_WAIT_S = 120.0

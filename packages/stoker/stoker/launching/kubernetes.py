@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 import yaml
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, PreflightError, UsageError, needs_package
 
 from stoker.launching.request import MIG_SLICES, check_container
 from stoker.launching.spec import (
@@ -33,6 +31,8 @@ from stoker.launching.spec import (
     read_template,
 )
 from stoker.planning.machines import GPUS, Machine, find_machine
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, PreflightError, UsageError, needs_package
 
 KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
 """Group, version, plural, kind of the API."""

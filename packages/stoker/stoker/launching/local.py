@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from stoker_watch import regular_files
-from stoker_watch.errors import UsageError, writing
-from stoker_watch.recording.telemetry.machine import ForeignProcess
 
 from stoker.launching.jobs import read_log, read_tail, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, State
 from stoker.training.supervisor import Supervisor
+from stoker_watch import regular_files
+from stoker_watch.errors import UsageError, writing
+from stoker_watch.recording.telemetry.machine import ForeignProcess
 
 START_S = 1.0
 """How long a process that is being started may be without its command: the kernel sets it at the end of exec."""

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from stoker_watch.errors import DataError, PreflightError, UsageError, make_error, needs_package
-from stoker_watch.storage.uri import expand_variables, is_uri
 
 from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
 from stoker.training.cluster import RankPlace
 from stoker.training.supervisor import PASSED_ON, delay_s, die_with_parent
+from stoker_watch.errors import DataError, PreflightError, UsageError, make_error, needs_package
+from stoker_watch.storage.uri import expand_variables, is_uri
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
     import ray

@@ -15,13 +15,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
-from stoker_watch.diagnosis.causes.host import SHARED_MEMORY_SMALL
-from stoker_watch.durations import parse_time_s
-from stoker_watch.errors import ConfigError, PreflightError, UsageError, make_error
-from stoker_watch.hardware.tpu import TpuSlice, find_slice
-from stoker_watch.runs.records import EVENTS, is_finished, open_run, read_lines, runs_named
-from stoker_watch.runs.schemas import Event
-from stoker_watch.storage.uri import WRITABLE_SCHEMES, expand_variables, is_uri, parse_uri
 
 from stoker.config.settings import PER_ATTEMPT, flag_of
 from stoker.knowledge import read_toml
@@ -30,6 +23,13 @@ from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount,
 from stoker.planning.machines import Machine, choose_machines, find_machine, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.training.cluster import can_divide
+from stoker_watch.diagnosis.causes.host import SHARED_MEMORY_SMALL
+from stoker_watch.durations import parse_time_s
+from stoker_watch.errors import ConfigError, PreflightError, UsageError, make_error
+from stoker_watch.hardware.tpu import TpuSlice, find_slice
+from stoker_watch.runs.records import EVENTS, is_finished, open_run, read_lines, runs_named
+from stoker_watch.runs.schemas import Event
+from stoker_watch.storage.uri import WRITABLE_SCHEMES, expand_variables, is_uri, parse_uri
 
 RUNS_DIR = Path("runs")
 MAX_NAME_CHARS = 40

@@ -23,11 +23,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from stoker_watch.errors import PreflightError, UsageError, writing
-from stoker_watch.storage.uri import is_uri
-
 from stoker.launching.jobs import read_log, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
+from stoker_watch.errors import PreflightError, UsageError, writing
+from stoker_watch.storage.uri import is_uri
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""

@@ -10,10 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
-from stoker_watch.errors import UsageError, nearest
-from stoker_watch.hardware.tpu import TpuSlice
 
 from stoker.knowledge import read_toml
+from stoker_watch.errors import UsageError, nearest
+from stoker_watch.hardware.tpu import TpuSlice
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""

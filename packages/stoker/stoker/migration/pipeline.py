@@ -9,10 +9,6 @@ from typing import Any, TextIO
 import msgspec
 from rich.console import RenderableType
 from rich.text import Text
-from stoker_watch import regular_files
-from stoker_watch.errors import UsageError, writing
-from stoker_watch.report import format as fmt
-from stoker_watch.report.console import plain_text, print_renderables, table
 
 from stoker.config.settings import Config, check, from_fields, to_toml
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
@@ -21,6 +17,10 @@ from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
 from stoker.migration.tf_training import read_training
 from stoker.report.models import find_model
+from stoker_watch import regular_files
+from stoker_watch.errors import UsageError, writing
+from stoker_watch.report import format as fmt
+from stoker_watch.report.console import plain_text, print_renderables, table
 
 _TPU = re.compile(r"\btpu-?\d+\b|\btpu-v\d", re.IGNORECASE)
 """In the names of the model zoo (`…_tpu-8.config`) and in comments."""

@@ -8,11 +8,10 @@ import posixpath
 from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 
-from stoker_watch.storage.uri import is_uri
-
 from stoker.data.formats.folders import split_from_name
 from stoker.migration.fields import FieldAccount
 from stoker.migration.text_format import Message
+from stoker_watch.storage.uri import is_uri
 
 PLACEHOLDER = "PATH_TO_BE_CONFIGURED"
 RECORDS = "tf_record_input_reader"

@@ -7,10 +7,9 @@ stoker does not have becomes the nearest one: same family first, then similar co
 import math
 from fnmatch import fnmatchcase
 
-from stoker_watch.errors import ConfigError
-
 from stoker.migration.fields import Detector, FieldAccount, knowledge
 from stoker.migration.text_format import Message
+from stoker_watch.errors import ConfigError
 
 FAMILIES = ("ssd", "faster_rcnn", "center_net")
 FALLBACK = {"ssd": "retinanet_resnet50_fpn", "faster_rcnn": "faster_rcnn_resnet50_fpn"}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from stoker_watch.errors import ConfigError, nearest
 from torch import Tensor
 
 from stoker.config.architectures import Architecture, find_architecture, read_architectures
@@ -22,6 +21,7 @@ from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import RetinaNet
 from stoker.models.rf_detr import RFDETR
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
+from stoker_watch.errors import ConfigError, nearest
 
 
 class Family(NamedTuple):

@@ -18,12 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, OutOfMemoryError, StokerError
-from stoker_watch.findings.finding import Finding, worst_first
-from stoker_watch.recording.telemetry.machine import TimeoutWorker
-from stoker_watch.report import format as fmt
-from stoker_watch.storage.uri import is_uri
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
@@ -39,6 +33,12 @@ from stoker.preflight.static import check_sources
 from stoker.preflight.tpu import check_tpu, concerns_tpu
 from stoker.preflight.variables import check_variables
 from stoker.training.cluster import find_place
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, OutOfMemoryError, StokerError
+from stoker_watch.findings.finding import Finding, worst_first
+from stoker_watch.recording.telemetry.machine import TimeoutWorker
+from stoker_watch.report import format as fmt
+from stoker_watch.storage.uri import is_uri
 
 TOTAL_S, DEEP_TOTAL_S = 55.0, 900.0
 """Seconds for all probes; what is left is for imports and printing."""

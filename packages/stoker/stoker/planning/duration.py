@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import msgspec
-from stoker_watch.durations import Duration
-from stoker_watch.report import format as fmt
 
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.pixel_cache import CachePolicyInputs, choose_cache
@@ -23,6 +21,8 @@ from stoker.knowledge import read_toml
 from stoker.planning.machines import GIB, Case, Estimate, Machine, exactly, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
 from stoker.training.defaults import sync_choice
+from stoker_watch.durations import Duration
+from stoker_watch.report import format as fmt
 
 LOADER_CORE_FRACTION = 0.9
 """CPU utilization that decoding workers reach (`report/sizing.py`)."""

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from stoker_watch.errors import StokerError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from stoker.hardware import device
 from stoker.hardware.device import DTYPES
+from stoker_watch.errors import StokerError
 
 DEVICE = "fakegpu"
 

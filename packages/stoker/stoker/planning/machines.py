@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import psutil
+
+from stoker.knowledge import read_toml
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, UsageError, nearest
 from stoker_watch.hardware.cgroup import host_cores, host_memory
 from stoker_watch.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
-
-from stoker.knowledge import read_toml
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device

@@ -12,10 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import ConfigError, DataError, UsageError, make_error
-from stoker_watch.hardware.tpu import TpuSlice, listed_slices
-from stoker_watch.report import format as fmt
 
 from stoker.config.settings import Config, check, flag_words
 from stoker.config.sync_method import PLAIN, parse_sync
@@ -37,6 +33,10 @@ from stoker.planning.machines import (
 from stoker.planning.predict import loader_demand, measure_steps, predict_steps
 from stoker.planning.recommend import Limits, Recommendation, recommend
 from stoker.training.defaults.derive import derive_for_plan, total_steps
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import ConfigError, DataError, UsageError, make_error
+from stoker_watch.hardware.tpu import TpuSlice, listed_slices
+from stoker_watch.report import format as fmt
 
 MAX_NAMED_GPUS = 4096
 

@@ -21,9 +21,6 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch.errors import ConfigError, DataError, StokerError, UsageError
-from stoker_watch.hardware import calibration
-from stoker_watch.hardware.calibration import MeasuredStep, PredictedStep
 
 from stoker.config.settings import Config
 from stoker.data.augment import MOSAIC_GROUP_SIZE
@@ -36,6 +33,9 @@ from stoker.planning.machines import GPUS, Accelerator, identify, measure_cpu
 from stoker.planning.trace import OperatorKind, Step, StepSpec, StepTrace, Traces
 from stoker.training.defaults.derive import derive_for_plan
 from stoker.training.defaults.dry_run import MEMORY_FRACTION, DryRun
+from stoker_watch.errors import ConfigError, DataError, StokerError, UsageError
+from stoker_watch.hardware import calibration
+from stoker_watch.hardware.calibration import MeasuredStep, PredictedStep
 
 
 class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

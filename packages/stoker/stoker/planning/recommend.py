@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from stoker_watch.report import format as fmt
 
 from stoker.planning.duration import MachinePlan
 from stoker.planning.machines import THIS_MACHINE, Estimate
+from stoker_watch.report import format as fmt
 
 Certainty = Literal["no", "likely", "sure"]
 CERTAINTIES: tuple[Certainty, ...] = ("no", "likely", "sure")

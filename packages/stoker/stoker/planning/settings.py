@@ -3,8 +3,6 @@ and the network there. Each check is one of training or of its models, with its 
 is checked there only."""
 
 import torch
-from stoker_watch.errors import PreflightError
-from stoker_watch.storage.uri import is_uri
 
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import Config
@@ -15,6 +13,8 @@ from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import check_pretrained, read_weights, shapes_only
 from stoker.training.cluster import Devices
 from stoker.training.defaults.checks import check_devices, check_micro_batches, check_user_settings
+from stoker_watch.errors import PreflightError
+from stoker_watch.storage.uri import is_uri
 
 
 def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> None:

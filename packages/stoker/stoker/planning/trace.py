@@ -23,9 +23,6 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
-from stoker_watch.errors import StokerError
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.storage.local_files import cache_folder, write_atomic
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -40,6 +37,9 @@ from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
+from stoker_watch.errors import StokerError
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.storage.local_files import cache_folder, write_atomic
 
 aten = torch.ops.aten
 

@@ -7,16 +7,16 @@ from typing import Any, TextIO
 
 from rich.console import RenderableType
 from rich.text import Text
+
+from stoker.planning.machines import THIS_MACHINE, Estimate
+from stoker.planning.plan import Plan
+from stoker.planning.recommend import describe_cost, describe_duration
 from stoker_watch.errors import needs_package, writing
 from stoker_watch.report import console
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import plain_text, print_renderables
 from stoker_watch.report.page.markup import Markup, escape, join, table, tag
 from stoker_watch.storage.local_files import write_atomic
-
-from stoker.planning.machines import THIS_MACHINE, Estimate
-from stoker.planning.plan import Plan
-from stoker.planning.recommend import describe_cost, describe_duration
 
 _LIMITS = {"memory": "memory bandwidth", "launches": "kernel launches"}
 MAX_ROWS = 12

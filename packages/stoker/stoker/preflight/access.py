@@ -16,15 +16,15 @@ from glob import has_magic
 from pathlib import Path
 
 import msgspec
+
+from stoker.knowledge import read_toml
+from stoker.preflight.catalog import describe
 from stoker_watch.errors import Conflict, StokerError, StorageError, Unsupported, make_error
 from stoker_watch.findings.finding import Finding, Severity
 from stoker_watch.recording.telemetry.environment import describe_storage
 from stoker_watch.storage.failures import Timeouts, caused_by
 from stoker_watch.storage.store import Store
 from stoker_watch.storage.uri import WRITABLE_SCHEMES, StorageUri, expand_variables, is_uri, parse_uri
-
-from stoker.knowledge import read_toml
-from stoker.preflight.catalog import describe
 
 TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""

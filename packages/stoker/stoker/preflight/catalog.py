@@ -17,9 +17,9 @@ from functools import cache
 from typing import IO, NamedTuple
 
 import msgspec
-from stoker_watch.findings.finding import Evidence, Finding, Severity
 
 from stoker.knowledge import read_toml
+from stoker_watch.findings.finding import Evidence, Finding, Severity
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,14 +19,14 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 import msgspec
+
+from stoker.knowledge import read_toml
+from stoker.preflight.catalog import describe
 from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
 from stoker_watch.storage.clients import bucket_region, find_endpoint
 from stoker_watch.storage.uri import StorageUri
 from stoker_watch.storage.web import open_url
-
-from stoker.knowledge import read_toml
-from stoker.preflight.catalog import describe
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 """Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a

@@ -22,6 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from stoker.data.images.decode import thumbnail
+from stoker.data.index import Index
+from stoker.data.loading.stats import MAX_WORKERS, WORKERS_PER_CORE
+from stoker.preflight.access import refusal
+from stoker.preflight.catalog import describe
+from stoker.preflight.cloud import check_region, read_machine
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, ObjectMissing, StokerError
 from stoker_watch.findings.finding import Finding
@@ -30,13 +37,6 @@ from stoker_watch.recording.telemetry.environment import describe_storage
 from stoker_watch.storage.fetcher import Fetcher
 from stoker_watch.storage.store import Store
 from stoker_watch.storage.uri import parse_uri
-
-from stoker.data.images.decode import thumbnail
-from stoker.data.index import Index
-from stoker.data.loading.stats import MAX_WORKERS, WORKERS_PER_CORE
-from stoker.preflight.access import refusal
-from stoker.preflight.catalog import describe
-from stoker.preflight.cloud import check_region, read_machine
 
 MAX_BYTES = 2**30
 """Read at most, per check: traffic between regions is billed."""

@@ -13,12 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from stoker_watch.diagnosis.endings import line_patterns
-from stoker_watch.findings.finding import Finding, Severity
-from stoker_watch.recording.telemetry.environment import detect_container
-from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
-from stoker_watch.recording.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
-from stoker_watch.report import format as fmt
 
 from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import (
@@ -44,6 +38,12 @@ from stoker.preflight.gpu_rules import (
     version_findings,
     xid_findings,
 )
+from stoker_watch.diagnosis.endings import line_patterns
+from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.recording.telemetry.environment import detect_container
+from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
+from stoker_watch.recording.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
+from stoker_watch.report import format as fmt
 
 TRIAL_TIMEOUT_S = 30.0
 """Importing torch takes 3 s, on a busy machine with a cold disk 20 s and more; CUDA's first start takes 5 s, with many

@@ -13,15 +13,15 @@ from typing import Any
 
 import psutil
 from packaging.version import Version
+
+from stoker.hardware.cuda_trial import TorchFacts, build_with, kernel_driver, runs_on
+from stoker.preflight.catalog import describe
+from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker_watch.diagnosis.causes.gpu import PCIE_DEGRADED, find_xid
 from stoker_watch.findings.finding import Finding, Severity
 from stoker_watch.recording.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
 from stoker_watch.recording.telemetry.machine import ForeignProcess, KernelLine
 from stoker_watch.report import format as fmt
-
-from stoker.hardware.cuda_trial import TorchFacts, build_with, kernel_driver, runs_on
-from stoker.preflight.catalog import describe
-from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 
 DRIVER_TIMEOUT_S = 5.0
 MAX_USED_FRACTION = 0.05

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stoker.preflight.catalog import describe
+from stoker.preflight.static.tables import THREAD_VARIABLES
 from stoker_watch.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker_watch.findings.finding import Finding, Severity
 from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry import machine
 from stoker_watch.report import format as fmt
-
-from stoker.preflight.catalog import describe
-from stoker.preflight.static.tables import THREAD_VARIABLES
 
 CORES_PER_GPU = 4
 """Where the loader's need is not known: as the smallest GPU machines of AWS (g4dn.xlarge) and GCP (g2-standard-4)."""

@@ -24,12 +24,12 @@ import msgspec
 import psutil
 import torch
 import torch.distributed as dist
-from stoker_watch.errors import StokerError
-from stoker_watch.findings.finding import Finding, Severity
 
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe, run_program
+from stoker_watch.errors import StokerError
+from stoker_watch.findings.finding import Finding, Severity
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""

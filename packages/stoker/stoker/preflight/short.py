@@ -8,12 +8,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from stoker_watch.errors import PreflightError
-from stoker_watch.findings.finding import Finding, worst_first
-
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.hardware.device import Device
 from stoker.preflight import host
+from stoker_watch.errors import PreflightError
+from stoker_watch.findings.finding import Finding, worst_first
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from stoker.preflight.catalog import describe
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware import tpu
-
-from stoker.preflight.catalog import describe
 
 PACKAGES = ("torch_tpu", "libtpu")
 

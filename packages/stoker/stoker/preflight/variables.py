@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from stoker.preflight.access import check_readable, check_writable
+from stoker.preflight.catalog import describe
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, nearest
 from stoker_watch.findings.finding import Finding, Severity
 from stoker_watch.knowledge import read_toml
 from stoker_watch.secrets import mask_secrets
 from stoker_watch.storage.uri import WRITABLE_SCHEMES, is_uri, parse_uri
-
-from stoker.preflight.access import check_readable, check_writable
-from stoker.preflight.catalog import describe
 
 MAX_SHOWN = 200
 """Characters of a value."""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.console import RenderableType
 from rich.text import Text
-from stoker_watch.errors import UsageError, make_error
-from stoker_watch.report.console import plain_text, print_renderables, table
-from stoker_watch.report.findings_terminal import explain_line, finding_lines
-from stoker_watch.report.format import count, number, percentage, plural, size
 
 from stoker.data.index import Index
 from stoker.data.validation.check import CheckReport
 from stoker.data.validation.problems import PROBLEM_KINDS, count_of_all
 from stoker.data.validation.stats import AREA_RANGES, IOU_THRESHOLDS, LARGE, SMALL, DatasetStats
+from stoker_watch.errors import UsageError, make_error
+from stoker_watch.report.console import plain_text, print_renderables, table
+from stoker_watch.report.findings_terminal import explain_line, finding_lines
+from stoker_watch.report.format import count, number, percentage, plural, size
 
 if TYPE_CHECKING:
     from stoker.data.convert import ConversionResult

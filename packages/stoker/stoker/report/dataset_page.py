@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stoker_watch.report.format import count, number, percentage
-from stoker_watch.report.html import render_template, write_page
-from stoker_watch.report.page.charts import FRACTIONS, Charts, Trace, bars, color, curve, escape_name
-from stoker_watch.report.page.markup import Markup
-
 from stoker.data.validation.stats import (
     AREA_RANGES,
     IOU_THRESHOLDS,
@@ -21,6 +16,10 @@ from stoker.data.validation.stats import (
     DatasetStats,
     Distribution,
 )
+from stoker_watch.report.format import count, number, percentage
+from stoker_watch.report.html import render_template, write_page
+from stoker_watch.report.page.charts import FRACTIONS, Charts, Trace, bars, color, curve, escape_name
+from stoker_watch.report.page.markup import Markup
 
 MAX_CLASSES = 30
 """Bars of classes; the table has all."""

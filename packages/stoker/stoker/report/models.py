@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 import msgspec
-from stoker_watch.errors import ConfigError, did_you_mean
-from stoker_watch.report import format as fmt
-from stoker_watch.report.console import facts, plain_text, print_renderables, table
 
 from stoker.config.architectures import read_architectures
 from stoker.config.settings import read_recipes
 from stoker.knowledge import read_toml
+from stoker_watch.errors import ConfigError, did_you_mean
+from stoker_watch.report import format as fmt
+from stoker_watch.report.console import facts, plain_text, print_renderables, table
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

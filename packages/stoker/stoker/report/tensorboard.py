@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from stoker.evaluation.draw import ImageWithBoxes, draw_comparison
 from stoker_watch.errors import DataError, PreflightError, StorageError, needs_package
 from stoker_watch.runs.evaluation import COCO_SUMMARY, Metrics
 from stoker_watch.runs.schemas import StepWindow
-
-from stoker.evaluation.draw import ImageWithBoxes, draw_comparison
 
 FOLDER = "tensorboard"
 MAX_IMAGE_SIDE = 512

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
+
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import (
     make_console,

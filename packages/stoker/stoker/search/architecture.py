@@ -23,10 +23,6 @@ import msgspec
 import numpy as np
 import tomli_w
 import torch
-from stoker_watch import regular_files
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import ConfigError, needs_package
-from stoker_watch.storage.local_files import write_atomic
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,6 +46,10 @@ from stoker.training.defaults.derive import total_steps
 from stoker.training.optim import lr_at
 from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import ResolvedRun, make_training_loader, resolve_run
+from stoker_watch import regular_files
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import ConfigError, needs_package
+from stoker_watch.storage.local_files import write_atomic
 
 PARTS: dict[str, tuple[int, int] | tuple[str, ...]] = {
     "block": ("csp", "inverted"), "width": (4, 64), "depth": (1, 4), "neck": (8, 128), "head_depth": (1, 4),

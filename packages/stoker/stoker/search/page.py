@@ -6,12 +6,12 @@ from typing import Any
 
 from optuna.trial import FrozenTrial as Trial
 from optuna.trial import TrialState
+
+from stoker.search.study import PAGE, Study, StudySpec, best_trials, importances
 from stoker_watch.report import format as fmt
 from stoker_watch.report.html import render_template, write_page
 from stoker_watch.report.page import charts as draw
 from stoker_watch.report.page.markup import Child
-
-from stoker.search.study import PAGE, Study, StudySpec, best_trials, importances
 
 TITLES = {"ap": "AP", "latency_ms": "latency, ms", "step_s": "step, s", "memory_gib": "memory, GiB"}
 

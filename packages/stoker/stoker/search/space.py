@@ -12,12 +12,12 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, did_you_mean
 
 from stoker.config.architectures import find_architecture
 from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
 from stoker.knowledge import read_toml
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, did_you_mean
 
 NOT_SEARCHED = frozenset(
     {

@@ -18,12 +18,6 @@ from types import FrameType
 
 import msgspec
 from optuna.trial import TrialState
-from stoker_watch import regular_files
-from stoker_watch.durations import Duration, parse_duration
-from stoker_watch.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.report import format as fmt
-from stoker_watch.storage.uri import is_uri
 
 from stoker.config.settings import Config
 from stoker.launching.jobs import remember, submit
@@ -39,6 +33,12 @@ from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import resolve_run
 from stoker.training.state import IntervalTrigger
 from stoker.training.supervisor import handling_signals
+from stoker_watch import regular_files
+from stoker_watch.durations import Duration, parse_duration
+from stoker_watch.errors import ConfigError, Preempted, StokerError, UsageError, did_you_mean
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.report import format as fmt
+from stoker_watch.storage.uri import is_uri
 
 OBJECTIVES: dict[str, Metric] = {"ap": "ap", "latency": "latency_ms", "step_time": "step_s", "memory": "memory_gib"}
 LAUNCHERS = ("local", "slurm", "ray")

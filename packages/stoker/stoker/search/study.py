@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, StorageError, UsageError, needs_package, writing
-from stoker_watch.storage.local_files import write_atomic
 
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
 from stoker.search.space import LIMITS, Metric, Space
+from stoker_watch import regular_files
+from stoker_watch.errors import ConfigError, StorageError, UsageError, needs_package, writing
+from stoker_watch.storage.local_files import write_atomic
 
 with needs_package("optuna", "`stoker search`"):
     import optuna

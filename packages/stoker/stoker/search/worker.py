@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.config.settings import Config, from_fields
+from stoker.search.space import Metric
+from stoker.search.study import MAX_STARTS, Claim, Outcome, Study
 from stoker_watch.errors import ConfigError, DivergedError, OutOfMemoryError, Preempted
 from stoker_watch.report import format as fmt
 from stoker_watch.runs.records import BEST, EVENTS, STEPS, is_finished, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
-from stoker.config.settings import Config, from_fields
-from stoker.search.space import Metric
-from stoker.search.study import MAX_STARTS, Claim, Outcome, Study
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial

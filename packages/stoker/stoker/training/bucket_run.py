@@ -24,6 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from stoker.config.settings import Config
+from stoker.report.tensorboard import FOLDER as TENSORBOARD
+from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, is_complete, list_checkpoints
+from stoker.training.run_selection import refuse_finished
+from stoker.training.state import EventLogger
+from stoker.training.stopper import StopRequest
 from stoker_watch.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, make_error, writing
 from stoker_watch.runs import records
 from stoker_watch.runs.records import CHECKPOINTS, EVENTS, fetch_run, is_finished, locked
@@ -40,13 +46,6 @@ from stoker_watch.storage.uri import (
     to_run_uri,
     working_copy,
 )
-
-from stoker.config.settings import Config
-from stoker.report.tensorboard import FOLDER as TENSORBOARD
-from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, is_complete, list_checkpoints
-from stoker.training.run_selection import refuse_finished
-from stoker.training.state import EventLogger
-from stoker.training.stopper import StopRequest
 
 PREEMPTED_TIMEOUT_S = 120.0
 """Longest notice before a cloud preempts a machine (AWS); a shorter notice ends the wait."""

@@ -25,16 +25,16 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
+from torch import Tensor
+from torch.utils import _pytree
+
+from stoker.hardware.device import Device, HostArenas, Lease, ReadyEvent, SideStream
 from stoker_watch import regular_files
 from stoker_watch.errors import CheckpointError
 from stoker_watch.runs.records import CHECKPOINTS, EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
 from stoker_watch.storage.local_files import fsync_folder, write_atomic
 from stoker_watch.storage.uri import display_path
-from torch import Tensor
-from torch.utils import _pytree
-
-from stoker.hardware.device import Device, HostArenas, Lease, ReadyEvent, SideStream
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20

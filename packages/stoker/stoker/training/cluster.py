@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import psutil
+
 from stoker_watch.errors import ConfigError, RankError, UsageError, make_error
 
 VARIABLES = ("TF_CONFIG", "CLUSTER_SPEC")

@@ -21,10 +21,6 @@ from typing import Any, Self
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import WeightsError
-from stoker_watch.runs.evaluation import Metrics
-from stoker_watch.runs.records import BEST, EVALUATION, THUMBNAILS
 
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
@@ -42,6 +38,10 @@ from stoker.training.resume import Resumed
 from stoker.training.start import make_validation_loader
 from stoker.training.state import IntervalTrigger
 from stoker.training.stopper import Stopper
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import WeightsError
+from stoker_watch.runs.evaluation import Metrics
+from stoker_watch.runs.records import BEST, EVALUATION, THUMBNAILS
 
 SIGNAL_POLL_S = 0.1
 """Longest delay until a signal is handled while metrics are awaited."""

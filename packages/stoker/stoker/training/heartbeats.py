@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
 from stoker_watch.errors import HungError
 
 BEAT_S = 1.0

@@ -23,14 +23,14 @@ from types import FrameType
 from typing import Any, Literal
 
 import msgspec
-from stoker_watch.errors import ConfigError, Preempted, RankError, StokerError
-from stoker_watch.monitor.options import MonitoringOptions
-from stoker_watch.runs.evaluation import Metrics
-from stoker_watch.storage.local_files import temporary_folder
 
 from stoker.training.cluster import RankPlace, find_place
 from stoker.training.ranks import REPORTS_VARIABLE, Failure, first_failure, read_reports, write_report
 from stoker.training.supervisor import handling_signals
+from stoker_watch.errors import ConfigError, Preempted, RankError, StokerError
+from stoker_watch.monitor.options import MonitoringOptions
+from stoker_watch.runs.evaluation import Metrics
+from stoker_watch.storage.local_files import temporary_folder
 
 RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
 END_GRACE_S = 8.0

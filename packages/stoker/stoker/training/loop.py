@@ -16,12 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import CaptureFailed, Preempted, StokerError, StorageError, make_error
-from stoker_watch.recording.ledger import Ledger
-from stoker_watch.recording.telemetry.sampler import TelemetrySampler
-from stoker_watch.runs.evaluation import Metrics
-from stoker_watch.runs.records import BEST, FINAL
 
 from stoker.report.terminal import Screen
 from stoker.training.checkpoint import LoadedCheckpoint
@@ -35,6 +29,12 @@ from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSe
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.trace import Tracer
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import CaptureFailed, Preempted, StokerError, StorageError, make_error
+from stoker_watch.recording.ledger import Ledger
+from stoker_watch.recording.telemetry.sampler import TelemetrySampler
+from stoker_watch.runs.evaluation import Metrics
+from stoker_watch.runs.records import BEST, FINAL
 
 MAX_COST = 0.01
 """Fraction of the time that saves may cost where the user set no interval."""

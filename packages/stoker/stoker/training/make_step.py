@@ -25,9 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stoker_watch.errors import CaptureFailed
-from stoker_watch.runs.records import EVENTS, read_lines
-from stoker_watch.runs.schemas import Event
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +41,9 @@ from stoker.training.out_of_memory import read_message, retry_in_smaller_batches
 from stoker.training.parallel import Attempt, One
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import describe_error, train_step
+from stoker_watch.errors import CaptureFailed
+from stoker_watch.runs.records import EVENTS, read_lines
+from stoker_watch.runs.schemas import Event
 
 WARM_UP_STEPS = 3
 """Steps before the capture, as in torch's notes on CUDA graphs: they choose kernels and allocate what is kept."""

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from stoker_watch.errors import OutOfMemoryError, make_error
-from stoker_watch.hardware.cgroup import HostLimit, nearest_memory_limit
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,6 +21,8 @@ from stoker.data.loading.loader import Loader
 from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.training.parallel import Attempt
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
+from stoker_watch.errors import OutOfMemoryError, make_error
+from stoker_watch.hardware.cgroup import HostLimit, nearest_memory_limit
 
 Result = TypeVar("Result")
 Activity = Literal["training", "evaluation"]

@@ -13,12 +13,11 @@ import threading
 import time
 from pathlib import Path
 
+from stoker.data.loading.processes import WorkerProcesses
+from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
 from stoker_watch.recording.frames import PACKAGE_ROOT, Frame, Samples, make_window
 from stoker_watch.recording.stacks import FIRST_WINDOW_S, WINDOW_S, affordable_rate
 from stoker_watch.runs.records import STACKS, RunFolder
-
-from stoker.data.loading.processes import WorkerProcesses
-from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
 
 STOP_TIMEOUT_S = 5.0
 MAX_RATE_HZ = 10.0

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-from stoker_watch.recording.ledger import Ledger
 from torch import nn
 
 from stoker.data.augment import MIXUP_END_FRACTION, MOSAIC_END_FRACTION
@@ -29,6 +28,7 @@ from stoker.training.state import EventLogger, Signals, TrainSetup, TrainState
 from stoker.training.step import PlainStep, describe_compilation, describe_error, make_augment_fn, make_loss_fn
 from stoker.training.trace import Tracer
 from stoker.training.watchdog import HangDetector
+from stoker_watch.recording.ledger import Ledger
 
 MAX_STEPS_AHEAD = 2
 """Issued steps that an accelerator has not ended when the host begins to issue the next one, at most: it has their time

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from stoker.training.cluster import MEET_TIMEOUT_S, Devices, RankPlace, meet
+from stoker.training.heartbeats import CALL_TIMEOUT_S, DONE, FAILURE, POLL_S, Heartbeats, call_within
 from stoker_watch import errors
 from stoker_watch.errors import ConfigError, Preempted, RankError, StokerError, system_limit
 from stoker_watch.hardware.cgroup import CORES_VARIABLE, host_cores
 from stoker_watch.storage.local_files import write_atomic
-
-from stoker.training.cluster import MEET_TIMEOUT_S, Devices, RankPlace, meet
-from stoker.training.heartbeats import CALL_TIMEOUT_S, DONE, FAILURE, POLL_S, Heartbeats, call_within
 
 Result = TypeVar("Result")
 

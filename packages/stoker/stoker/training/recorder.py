@@ -25,6 +25,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
+
+from stoker.data.loading.loader import QuarantinedImage
+from stoker.evaluation.draw import ImageWithBoxes
+from stoker.hardware.device import ReadyEvent
+from stoker.report.tensorboard import Board
+from stoker.training.optim import NO_STATS, StepStats
+from stoker.training.parallel import Attempt
+from stoker.training.ranks import Ranks
+from stoker.training.resume import Recovery, name_images
+from stoker.training.state import EventLogger, TrainSetup
 from stoker_watch.errors import DataError
 from stoker_watch.hardware import calibration
 from stoker_watch.recording.ledger import TimeBreakdown
@@ -41,17 +52,6 @@ from stoker_watch.runs.records import (
     read_lines,
 )
 from stoker_watch.runs.schemas import DeviceSample, Event, Quarantined, StackWindow, StepWindow
-from torch import Tensor
-
-from stoker.data.loading.loader import QuarantinedImage
-from stoker.evaluation.draw import ImageWithBoxes
-from stoker.hardware.device import ReadyEvent
-from stoker.report.tensorboard import Board
-from stoker.training.optim import NO_STATS, StepStats
-from stoker.training.parallel import Attempt
-from stoker.training.ranks import Ranks
-from stoker.training.resume import Recovery, name_images
-from stoker.training.state import EventLogger, TrainSetup
 
 SENT: dict[str, type[msgspec.Struct]] = {
     STEPS: StepWindow,

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from stoker_watch.errors import CheckpointError, DivergedError
-from stoker_watch.runs.records import QUARANTINE, STEPS, read_lines
-from stoker_watch.runs.schemas import Quarantined, StepWindow
-from stoker_watch.storage.uri import display_path
 
 from stoker.data.index_digest import describe_changes
 from stoker.hardware.device import Device
@@ -29,6 +25,10 @@ from stoker.training import checkpoint
 from stoker.training.checkpoint import LoadedCheckpoint, read_rollbacks
 from stoker.training.optim import OptimizerStep, lr_at
 from stoker.training.state import EventLogger, TrainSetup, read_sizes
+from stoker_watch.errors import CheckpointError, DivergedError
+from stoker_watch.runs.records import QUARANTINE, STEPS, read_lines
+from stoker_watch.runs.schemas import Quarantined, StepWindow
+from stoker_watch.storage.uri import display_path
 
 
 @dataclasses.dataclass(frozen=True)

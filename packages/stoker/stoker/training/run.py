@@ -14,14 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import Preempted, StokerError
-from stoker_watch.monitor.monitor import monitoring
-from stoker_watch.monitor.options import MonitoringOptions
-from stoker_watch.report.format import count, duration, plural
-from stoker_watch.runs.records import WARNING_KINDS
-from stoker_watch.storage.uri import display_path, is_uri
-
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
 from stoker.hardware.device import Device
@@ -41,6 +33,13 @@ from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
 from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import Preempted, StokerError
+from stoker_watch.monitor.monitor import monitoring
+from stoker_watch.monitor.options import MonitoringOptions
+from stoker_watch.report.format import count, duration, plural
+from stoker_watch.runs.records import WARNING_KINDS
+from stoker_watch.storage.uri import display_path, is_uri
 
 IMPORTANT_SETTINGS = (
     "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from stoker.config.architectures import model_name
+from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
+from stoker.data.formats.finder import data_file_suffixes, root_of_files
+from stoker.training.supervisor import read_restart
 from stoker_watch.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker_watch.recording.telemetry.environment import describe
 from stoker_watch.runs import records
@@ -19,11 +24,6 @@ from stoker_watch.runs.records import CONFIG, EVENTS, RunFolder, is_finished, lo
 from stoker_watch.runs.schemas import Event
 from stoker_watch.storage.local_files import write_atomic
 from stoker_watch.storage.uri import display_path, expand_variables, is_uri, parse_uri, to_run_uri
-
-from stoker.config.architectures import model_name
-from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
-from stoker.data.formats.finder import data_file_suffixes, root_of_files
-from stoker.training.supervisor import read_restart
 
 RUNS_DIR = Path("runs")
 NO_LOCKS_NOTE = "this storage has no locks: a second process could train the same run"

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Iterator
 
 import torch
-from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
-from stoker_watch.recording.ledger import Ledger
 from torch import Tensor, nn
 
 from stoker.data.batch import Batch
@@ -28,6 +26,8 @@ from stoker.training.parallel import MAX_STEPS_AHEAD, One
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import split_batch
+from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
+from stoker_watch.recording.ledger import Ledger
 
 MAX_LOSSES = 16
 """Places for losses in the vector; a model has up to six."""

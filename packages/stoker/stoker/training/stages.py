@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from stoker_watch.errors import ConfigError
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -39,6 +38,7 @@ from stoker.training.fsdp import Fsdp
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup
 from stoker.training.step import split_batch
+from stoker_watch.errors import ConfigError
 
 TRAINING_FACTOR = 3
 """FLOPs of a forward and a backward pass, relative to the forward pass: gradients of inputs and of weights take as many

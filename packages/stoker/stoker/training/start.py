@@ -14,13 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import CheckpointError
-from stoker_watch.hardware import calibration
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
-from stoker_watch.runs.schemas import Quarantined
 
 from stoker import models
 from stoker.config.settings import Config, check, from_run
@@ -48,6 +41,13 @@ from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import Division, LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
+from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import CheckpointError
+from stoker_watch.hardware import calibration
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
+from stoker_watch.runs.schemas import Quarantined
 
 COVERED_IOU = 0.5
 """IoU from which an anchor covers a box: the lowest threshold for a positive anchor of all models (PASCAL VOC's)."""

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.durations import Duration, parse_duration
-from stoker_watch.runs.records import EVENTS, RunFolder, read_lines
-from stoker_watch.runs.schemas import Event
 
 from stoker import models
 from stoker.config.settings import Config
@@ -23,6 +20,9 @@ from stoker.models.weights.model_file import ModelMetadata
 from stoker.training import checkpoint
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
+from stoker_watch.durations import Duration, parse_duration
+from stoker_watch.runs.records import EVENTS, RunFolder, read_lines
+from stoker_watch.runs.schemas import Event
 
 
 class EventLogger(Protocol):

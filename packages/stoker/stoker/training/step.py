@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from stoker_watch.storage.local_files import cache_folder
 from torch import Tensor
 
 from stoker.config.settings import DataSettings
@@ -23,6 +22,7 @@ from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.norms import BatchCounts
 from stoker.models.layers.weight_casts import WeightCasts
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker_watch.storage.local_files import cache_folder
 
 COMPILE_BACKEND = "inductor"
 

@@ -22,12 +22,11 @@ from types import FrameType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from stoker_watch.errors import ConfigError, Preempted, StokerError
-from stoker_watch.recording.telemetry.environment import detect_cloud
-
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.supervisor import handling_signals
+from stoker_watch.errors import ConfigError, Preempted, StokerError
+from stoker_watch.recording.telemetry.environment import detect_cloud
 
 GCE_HOST, AWS_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 """Link-local addresses of the metadata servers: no name has to be resolved."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
 import msgspec
+
 from stoker_watch.errors import ConfigError
 from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry.host import REPLACED_AT

@@ -23,13 +23,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from torch.autograd.profiler import profile
+
+from stoker.hardware.device import Device, nvtx_enabled
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.runs.records import TRACE_FILES, TRACES, RunFolder
 from stoker_watch.runs.schemas import Gap, TraceWindow
 from stoker_watch.storage.local_files import write_atomic
-from torch.autograd.profiler import profile
-
-from stoker.hardware.device import Device, nvtx_enabled
 
 WINDOW_STEPS = 4
 FIRST_STEP = 50

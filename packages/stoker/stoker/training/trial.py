@@ -24,9 +24,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import torch
-from stoker_watch.errors import OutOfMemoryError, RankError, StokerError
-from stoker_watch.recording.ledger import Ledger
-from stoker_watch.runs.records import RunFolder
 from torch import Tensor
 
 from stoker.config.settings import Config, check, from_fields
@@ -45,6 +42,9 @@ from stoker.training.make_step import CudaCapture, CudaGraphStep, make_parallel
 from stoker.training.ranks import FAILURE_WAIT_S, Ranks, joined
 from stoker.training.start import ResolvedRun, build_initial_model, make_setup, start_worker_processes
 from stoker.training.step import split_batch, train_step
+from stoker_watch.errors import OutOfMemoryError, RankError, StokerError
+from stoker_watch.recording.ledger import Ledger
+from stoker_watch.runs.records import RunFolder
 
 SETTLE_S = 2.0
 """Most seconds for what has arrived in a pause to be read."""

@@ -23,13 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, Self
 
+from stoker.training.heartbeats import FRESH_S, call_within
+from stoker.training.ranks import Failure, Ranks
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, HungError
 from stoker_watch.runs.records import HANG, RANKS, RunFolder
 from stoker_watch.storage.failures import Timeouts
-
-from stoker.training.heartbeats import FRESH_S, call_within
-from stoker.training.ranks import Failure, Ranks
 
 MIN_LIMIT_S = 60.0
 STEP_FACTOR = 20.0

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stoker_watch.errors import StokerError
-from stoker_watch.runs.records import CONFIG, last_attempt
-from stoker_watch.runs.schemas import PROBE_KINDS, Probe
 
 from stoker.config.settings import from_run
 from stoker.tuning.policy import summarize_speed
 from stoker.tuning.trials import NUM_IMAGES, TrialError, TrialProcess, Window, measure_in_turn, new_probe
+from stoker_watch.errors import StokerError
+from stoker_watch.runs.records import CONFIG, last_attempt
+from stoker_watch.runs.schemas import PROBE_KINDS, Probe
 
 MAX_EXPERIMENT_S = 40.0
 """After this time an experiment is judged by the pairs that it has."""

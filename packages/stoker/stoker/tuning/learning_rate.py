@@ -13,14 +13,6 @@ from typing import Any
 
 import msgspec
 from rich.console import RenderableType
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import DataError, UsageError
-from stoker_watch.report.console import print_renderables, table
-from stoker_watch.runs import records
-from stoker_watch.runs.records import CONFIG, EVENTS, STEPS
-from stoker_watch.runs.schemas import Event, Probe, StepWindow
-from stoker_watch.storage.local_files import write_atomic
-from stoker_watch.storage.uri import display_path
 
 from stoker.config.settings import to_toml
 from stoker.training import lr_policy
@@ -32,6 +24,14 @@ from stoker.tuning.levers import Facts
 from stoker.tuning.lr_plot import draw
 from stoker.tuning.runner import LOG, TuneRequest, collect_facts, open_folder, resolve, train_briefly
 from stoker.tuning.trials import TrialError, TrialProcess, TrialRecords, new_probe
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import DataError, UsageError
+from stoker_watch.report.console import print_renderables, table
+from stoker_watch.runs import records
+from stoker_watch.runs.records import CONFIG, EVENTS, STEPS
+from stoker_watch.runs.schemas import Event, Probe, StepWindow
+from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.storage.uri import display_path
 
 RANGE_TEST, TRAINING = "range_test", "lr"
 PLOT = "lr.svg"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import UsageError, did_you_mean
 
 from stoker.knowledge import read_toml
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import UsageError, did_you_mean
 
 Changes = dict[str, Any]
 """Settings by name."""

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from stoker_watch.report.page.markup import Markup, tag
-
 from stoker.training.lr_policy import Done, smooth
+from stoker_watch.report.page.markup import Markup, tag
 
 WIDTH, HEIGHT, LEFT, GAP = 640, 220, 56, 40
 COLORS = ("#9aa7b4", "#4c8dd6", "#1b4f91")

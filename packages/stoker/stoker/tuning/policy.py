@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from stoker_watch.runs.schemas import Probe
 
 from stoker.tuning.levers import Changes, Facts, Lever, interval_images, values, why_unavailable
+from stoker_watch.runs.schemas import Probe
 
 LOOKS = {4: 4.857, 8: 3.128, 16: 2.694}
 """Number of pairs after which a trial is judged → quantile of Student's t, one degree of freedom less. Each interval

@@ -20,20 +20,6 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import RenderableType
-from stoker_watch import regular_files
-from stoker_watch.diagnosis.termination import is_held
-from stoker_watch.durations import parse_duration
-from stoker_watch.errors import DataError, UsageError
-from stoker_watch.findings.finding import Evidence, Finding
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.report import format as fmt
-from stoker_watch.report.console import print_renderables, table
-from stoker_watch.report.explain import explain_run
-from stoker_watch.runs import records
-from stoker_watch.runs.records import CONFIG, FINDINGS, PROBES
-from stoker_watch.runs.schemas import Probe
-from stoker_watch.storage.local_files import write_atomic
-from stoker_watch.storage.uri import display_path, is_uri
 
 from stoker.config.settings import Config, from_fields, from_run, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
@@ -49,6 +35,20 @@ from stoker.tuning import policy
 from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
 from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
 from stoker.tuning.trials import COMMAND, TrialError, TrialProcess, TrialRecords, compare, measure_in_turn, new_probe
+from stoker_watch import regular_files
+from stoker_watch.diagnosis.termination import is_held
+from stoker_watch.durations import parse_duration
+from stoker_watch.errors import DataError, UsageError
+from stoker_watch.findings.finding import Evidence, Finding
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.report import format as fmt
+from stoker_watch.report.console import print_renderables, table
+from stoker_watch.report.explain import explain_run
+from stoker_watch.runs import records
+from stoker_watch.runs.records import CONFIG, FINDINGS, PROBES
+from stoker_watch.runs.schemas import Probe
+from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.storage.uri import display_path, is_uri
 
 FIRST = "first.toml"
 """Of the folder: the settings that the tuning began with."""

@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import msgspec
 import psutil
-from stoker_watch import regular_files
-from stoker_watch.errors import PreflightError
-from stoker_watch.runs.records import PROBES, RunFolder, read_lines
-from stoker_watch.runs.schemas import Probe
 
 from stoker.training.trial import Reply, Request, Start
 from stoker.tuning.levers import Facts
 from stoker.tuning.policy import LOOKS, judge, newest_lines
+from stoker_watch import regular_files
+from stoker_watch.errors import PreflightError
+from stoker_watch.runs.records import PROBES, RunFolder, read_lines
+from stoker_watch.runs.schemas import Probe
 
 COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256

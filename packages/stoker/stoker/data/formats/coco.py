@@ -23,8 +23,6 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import is_usable_name, resolve_names
@@ -42,6 +40,8 @@ from stoker.data.formats.tables import (
 )
 from stoker.data.formats.via import is_via
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 
 class Category(msgspec.Struct, gc=False):

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
 

@@ -11,9 +11,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
-
 from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
 from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.tables import (
@@ -26,6 +23,8 @@ from stoker.data.formats.tables import (
     usable_size,
 )
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 SHAPES = ("box", "polygon", "mask", "ellipse")
 """Elements with a bounding box. The others of an image are counted, except tags, which are about the whole image."""

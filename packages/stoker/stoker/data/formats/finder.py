@@ -13,8 +13,6 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker_watch.errors import DataError, UsageError, make_error, nearest
-
 from stoker.data.formats import (
     coco,
     createml,
@@ -38,6 +36,7 @@ from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWr
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch.errors import DataError, UsageError, make_error, nearest
 
 MAX_LISTED_NAMES = 8
 """Names in a folder that an error message lists."""

@@ -16,10 +16,10 @@ from itertools import islice
 from pathlib import Path
 
 import msgspec
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats.tables import SPLITS, DatasetLayout, SplitFiles
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 SPLIT_BY_NAME = {
     "train": "train", "training": "train",

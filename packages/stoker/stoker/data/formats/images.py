@@ -21,8 +21,6 @@ from urllib.parse import unquote
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
 from stoker.data.formats.tables import (
@@ -39,6 +37,8 @@ from stoker.data.formats.tables import (
 from stoker.data.images import source
 from stoker.data.images.headers import read_header
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 IO_WORKERS = 16
 """Threads that wait for the disk: on a network file system, sixteen small reads at a time."""

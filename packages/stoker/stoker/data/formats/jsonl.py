@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stoker_watch import regular_files
 
 from stoker.data.formats.folders import recognize_files
 from stoker.data.formats.images import TableBuilder
 from stoker.data.formats.objects import Entry, UnknownLayout, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
 
 SUFFIXES = (".jsonl", ".ndjson", ".manifest")
 _LINE = re.compile(

@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
-
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
 """A class and 14 numbers, or 15 with a score."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stoker_watch.errors import DataError
 
 from stoker.data.formats.folders import iter_annotation_files, recognize_files
 from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, map_in_threads, read_json
 from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, usable_size
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch.errors import DataError
 
 WITHOUT_BOX = ("point", "points", "line", "linestrip", "lines")
 """Types of shapes that are not read."""

@@ -13,12 +13,12 @@ from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, usable_size
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch.errors import DataError, make_error
 
 Entry = tuple[str, Any]
 """Place in a file, for messages, and the object there, which is about an image, or UnknownLayout if it is not JSON."""

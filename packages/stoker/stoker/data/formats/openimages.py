@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
-
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "csv", "csv_folder", "metadata")
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")

@@ -15,8 +15,6 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
 from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, read_footer, text_bytes, texts_of
@@ -25,6 +23,8 @@ from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFile
 from stoker.data.formats.tfrecord_bytes import unpacked_path, write_cached
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 SUFFIXES = (".parquet",)
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
@@ -23,6 +21,8 @@ from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFile
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 BLOCK_BYTES = 1 << 18
 """Bytes of a request to a bucket. It has the annotations of one to ten images of usual size; at 30 ms a request, larger

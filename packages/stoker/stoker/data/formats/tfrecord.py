@@ -27,8 +27,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats.folders import base_name, file_part, list_subdirs
@@ -45,6 +43,8 @@ from stoker.data.formats.tables import (
 )
 from stoker.data.images.headers import parse_header
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 GZIP_MAGIC = b"\x1f\x8b"
 _SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)

@@ -27,13 +27,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, StorageError, make_error, needs_package
-from stoker_watch.storage.local_files import atomic_path, cache_folder
 
 from stoker.data.formats.folders import read_head
 from stoker.data.formats.messages import message_class
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, StorageError, make_error, needs_package
+from stoker_watch.storage.local_files import atomic_path, cache_folder
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _CRC = struct.Struct("<I")

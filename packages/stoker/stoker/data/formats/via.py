@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats.csv import COLUMNS, NO_CLASS_COLUMN, read_text
 from stoker.data.formats.folders import recognize_files
@@ -22,6 +21,7 @@ from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is
 from stoker.data.formats.openimages import iter_csv
 from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch.errors import DataError, make_error
 
 _HEAD = re.compile(rb'"(_via_\w+|shape_attributes|file_attributes)"|^#?filename[,;\t].*region_shape_attributes')
 CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")

@@ -16,8 +16,6 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import numpy as np
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import folders
 from stoker.data.formats.cvat import is_cvat
@@ -35,6 +33,8 @@ from stoker.data.formats.tables import (
     usable_size,
 )
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 MAX_LIST_PROBES = 64
 """Lines of a list that are tried, to see whether it is about the annotated images."""

@@ -19,8 +19,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, StokerError, make_error
 
 from stoker.data import index_cache
 from stoker.data.formats.folders import IMAGE_SUFFIXES, file_part
@@ -38,6 +36,8 @@ from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, S
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, StokerError, make_error
 
 
 class Member(NamedTuple):

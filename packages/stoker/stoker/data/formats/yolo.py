@@ -19,8 +19,6 @@ from typing import Annotated, Any
 
 import msgspec
 import yaml
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, make_error
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import ImageFile, TableBuilder, map_in_threads, resolve_names
@@ -34,6 +32,8 @@ from stoker.data.formats.tables import (
     display_path,
 )
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, make_error
 
 MAX_CLASSES = 100_000
 """Largest number of classes; the published set with the most, V3Det, has 13,204."""

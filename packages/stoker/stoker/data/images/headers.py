@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from stoker.data.images import source
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
-
-from stoker.data.images import source
 
 MAX_PIXELS = 2**29
 """Pixels of the largest image that is read, 23,170 × 23,170. As RGB it takes 1.6 GB per worker while it is decoded. A

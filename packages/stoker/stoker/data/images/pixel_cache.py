@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import psutil
 from numpy.typing import NDArray
-from stoker_watch.errors import ConfigError, make_error
-from stoker_watch.hardware.cgroup import host_memory
-from stoker_watch.storage.local_files import cache_folder, format_bytes
 
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS, Pixels, decode_resized
 from stoker.data.images.headers import Header
+from stoker_watch.errors import ConfigError, make_error
+from stoker_watch.hardware.cgroup import host_memory
+from stoker_watch.storage.local_files import cache_folder, format_bytes
 
 if TYPE_CHECKING:
     from stoker.data.index import Index

@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from stoker_watch.errors import DataError, ObjectMissing, PreflightError, make_error
-from stoker_watch.hardware.cgroup import host_cores
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,6 +36,8 @@ from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, Sam
 from stoker.data.loading.stats import Counters
 from stoker.hardware.device import Device, SideStream
 from stoker.hardware.memory_errors import is_out_of_memory
+from stoker_watch.errors import DataError, ObjectMissing, PreflightError, make_error
+from stoker_watch.hardware.cgroup import host_cores
 
 MAX_PIXELS_PER_CALL = 2**26
 """Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""

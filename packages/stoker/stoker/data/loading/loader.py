@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.errors import CheckpointError, DataError, StorageError, make_error
-from stoker_watch.hardware.cgroup import host_cores
 from torch import Tensor
 
 from stoker.data.batch import Batch
@@ -41,12 +39,13 @@ from stoker.data.loading.stats import (
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, Prefetcher, WorkerPool, iter_rank_positions
 from stoker.data.validation.problems import max_bad_images
 from stoker.hardware.device import ReadyEvent
+from stoker_watch.errors import CheckpointError, DataError, StorageError, make_error
+from stoker_watch.hardware.cgroup import host_cores
 
 if TYPE_CHECKING:
-    from stoker_watch.storage.fetcher import Fetcher
-
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
+    from stoker_watch.storage.fetcher import Fetcher
 
 __all__ = ["Loader", "LoaderSpec", "LoaderStats", "QuarantinedImage", "compute_max_boxes"]
 

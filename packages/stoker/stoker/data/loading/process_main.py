@@ -24,13 +24,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from stoker_watch.errors import system_limit
 
 from stoker.data.images.pixel_cache import PixelCache
 from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
+from stoker_watch.errors import system_limit
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PUBLISH_INTERVAL_S = 0.25

@@ -29,14 +29,14 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
-from stoker_watch.errors import OutOfMemoryError, PreflightError, StokerError, make_error
-from stoker_watch.hardware.cgroup import Cgroup
 
 from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.thread_stacks import Stack
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
+from stoker_watch.errors import OutOfMemoryError, PreflightError, StokerError, make_error
+from stoker_watch.hardware.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.errors import DataError, ObjectMissing, OutOfMemoryError, StokerError, make_error, system_limit
 
 from stoker.data import geometry
 from stoker.data.batch import NUM_RAND
@@ -34,6 +33,7 @@ from stoker.data.loading.repeat_factors import repeat_factors, repeated_order
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.stats import DECODING, READ, Counters
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker_watch.errors import DataError, ObjectMissing, OutOfMemoryError, StokerError, make_error, system_limit
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor

@@ -23,12 +23,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker_watch.hardware.cgroup import host_memory
-
 from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
 from stoker.data.loading.stats import Counters, sum_counters
 from stoker.data.loading.thread_stacks import LOADER_THREAD
+from stoker_watch.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
     from stoker_watch.storage.fetcher import Fetcher

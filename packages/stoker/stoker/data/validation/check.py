@@ -24,10 +24,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from stoker_watch.errors import DataError
-from stoker_watch.findings.finding import Evidence, Finding, Severity, worst_first
-from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 from stoker.data.formats.folders import KNOWN_SUFFIXES, SUFFIXES
 from stoker.data.formats.images import REMOTE_IO_WORKERS
@@ -43,6 +39,10 @@ from stoker.data.validation.problems import (
     Problem,
     ProblemCollector,
 )
+from stoker_watch.errors import DataError
+from stoker_watch.findings.finding import Evidence, Finding, Severity, worst_first
+from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 Progress = Callable[[int, int], None]
 """(images done, all images)."""

@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch import regular_files
-from stoker_watch.errors import DataError, UsageError, make_error, nearest
 
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
 from stoker.data.validation.problems import ProblemCollector, count_of_all
+from stoker_watch import regular_files
+from stoker_watch.errors import DataError, UsageError, make_error, nearest
 
 TRAIN, VAL, TEST = range(3)
 DROPPED_BOX_KINDS = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
+
 from stoker_watch.findings.finding import Severity
 from stoker_watch.knowledge import read_toml
 

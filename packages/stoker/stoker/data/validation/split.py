@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from stoker_watch.errors import UsageError, make_error
-from stoker_watch.storage.local_files import write_atomic
 
 from stoker.data.formats.tables import SPLITS
 from stoker.data.index import Index, boxes_of
 from stoker.data.validation.clean import stratify
+from stoker_watch.errors import UsageError, make_error
+from stoker_watch.storage.local_files import write_atomic
 
 HASH_SIDE = 16
 """Cells of the difference hash along each side."""

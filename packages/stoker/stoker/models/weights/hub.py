@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from stoker_watch.errors import WeightsError, writing
 from stoker_watch.printable import print_text
 from stoker_watch.runs.records import BEST, CHECKPOINTS, FINAL

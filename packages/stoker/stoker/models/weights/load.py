@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from safetensors import safe_open
-from stoker_watch import regular_files
-from stoker_watch.errors import WeightsError, make_error, nearest
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +30,8 @@ from stoker.knowledge import read_toml
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
 from stoker.models.weights.hub import fetch_weights, local_path, weights_of_run
+from stoker_watch import regular_files
+from stoker_watch.errors import WeightsError, make_error, nearest
 
 TORCH_MAGIC = (b"PK", b"\x80")
 """How files of torch.save() begin: zip archives, and pickles of torch before 1.6."""

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from stoker_watch import regular_files
-from stoker_watch.errors import StokerError, WeightsError
-from stoker_watch.runs.records import fetch_run
-from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 from stoker import models
 from stoker.config.settings import ModelSettings
 from stoker.models.table import MODELS
 from stoker.models.weights import hub
 from stoker.models.weights.load import COCO_CLASSES, shapes_only
+from stoker_watch import regular_files
+from stoker_watch.errors import StokerError, WeightsError
+from stoker_watch.runs.records import fetch_run
+from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 METADATA_KEY = "stoker"
 PRETRAINED = [name for name, architecture in MODELS.items() if "coco" in architecture.urls]

@@ -8,13 +8,12 @@ Dockerfiles are read by `image.py`, requirements by `requirements.py`, and judge
 from collections.abc import Callable
 from pathlib import Path
 
-from stoker_watch.findings.finding import Finding, Severity, worst_first
-
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import Options, reason_of
 from stoker.preflight.static.script_rules import check_script
 from stoker.preflight.static.version_rules import check_image
+from stoker_watch.findings.finding import Finding, Severity, worst_first
 
 
 def check_sources(

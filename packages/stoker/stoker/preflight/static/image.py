@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from stoker_watch.findings.finding import Finding
-
 from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
 from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
 from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
+from stoker_watch.findings.finding import Finding
 
 MAX_BYTES = 1 << 18
 MAX_CONTEXT_LEVELS = 3

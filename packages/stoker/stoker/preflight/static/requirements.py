@@ -16,9 +16,9 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
-from stoker_watch import regular_files
 
 from stoker.preflight.static.tables import Minor, minor
+from stoker_watch import regular_files
 
 Value = TypeVar("Value")
 MAX_BYTES = 1 << 20

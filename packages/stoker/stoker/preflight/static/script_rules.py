@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker_watch.findings.finding import Finding
-from stoker_watch.hardware.cgroup import host_cores
-
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.requirements import read_text
 from stoker.preflight.static.tables import SCRIPTS, THREAD_VARIABLES
+from stoker_watch.findings.finding import Finding
+from stoker_watch.hardware.cgroup import host_cores
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

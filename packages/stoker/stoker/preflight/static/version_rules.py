@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stoker_watch.findings.finding import Finding, Severity
-
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
@@ -26,6 +24,7 @@ from stoker.preflight.static.tables import (
     driver_for,
     library_family,
 )
+from stoker_watch.findings.finding import Finding, Severity
 
 _HIDING = {"CUDA_VISIBLE_DEVICES": ("", "-1", "none"), "NVIDIA_VISIBLE_DEVICES": ("", "void", "none")}
 """Variable → its values that hide all GPUs."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
-from stoker_watch.errors import ConfigError, make_error
 
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
@@ -24,6 +23,7 @@ from stoker.training.defaults.model_choice import (
     ON_GPU,
     PRETRAINED,
 )
+from stoker_watch.errors import ConfigError, make_error
 
 
 class Conflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from stoker_watch.durations import Duration, parse_duration
-from stoker_watch.hardware.cgroup import host_cores, host_memory
 
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import SECTION_OF, Config, check, read_recipes, setting_rows
@@ -42,6 +40,8 @@ from stoker.training.defaults import checks
 from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
 from stoker.training.defaults.model_choice import Fetch, choose_image_side, choose_model, estimate_images_per_second
 from stoker.training.lr_policy import scale_lr
+from stoker_watch.durations import Duration, parse_duration
+from stoker_watch.hardware.cgroup import host_cores, host_memory
 
 Choice = tuple[Any, str]
 """A value and the reason for it."""

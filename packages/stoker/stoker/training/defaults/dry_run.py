@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from stoker_watch.errors import ConfigError, OutOfMemoryError
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
@@ -33,6 +32,7 @@ from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
 from stoker.training.state import TrainSetup, count_micro_batches
 from stoker.training.step import make_loss_fn
+from stoker_watch.errors import ConfigError, OutOfMemoryError
 
 MEMORY_FRACTION = 0.9
 """Fraction of the free memory that a step may use; the rest is for fragmentation and cuDNN's workspace."""

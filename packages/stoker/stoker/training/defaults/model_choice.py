@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from stoker_watch.errors import WeightsError
-from stoker_watch.hardware.cgroup import host_cores
 
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.data.anchor_fit import best_image_size, box_dimensions
@@ -18,6 +16,8 @@ from stoker.data.index import Index
 from stoker.hardware.device import Device
 from stoker.models import MODELS, Architecture
 from stoker.models.weights.load import detect_architecture
+from stoker_watch.errors import WeightsError
+from stoker_watch.hardware.cgroup import host_cores
 
 SMALL_IMAGE_SIDE = 160
 """Images whose median area is at most the square of this side are learned fastest on a CPU by `retinanet_tiny_fpn`."""
