@@ -108,7 +108,7 @@ def test_telemetry_goes_on_when_descriptors_are_free_again(tmp_path: Path) -> No
     with sampler:
         wait_for_lines(2)
         with no_free_descriptor():
-            while b"Too many open files" not in os.pread(run._files[EVENTS], 1 << 20, 0):
+            while b"Too many open files" not in os.pread(run._files[EVENTS][0], 1 << 20, 0):
                 assert sampler._thread.is_alive()
                 threading.Event().wait(0.02)
             threading.Event().wait(0.2)  # more samples that fail

@@ -10,9 +10,7 @@ from stoker.preflight.static.tables import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[3]
 STOKER = ROOT / "packages/stoker/stoker"
-SOURCES = sorted(
-    [*ROOT.glob("packages/stoker/stoker/preflight/**/*.py"), ROOT / "packages/stoker/stoker/planning/check.py"]
-)
+SOURCES = sorted([*STOKER.glob("preflight/**/*.py"), STOKER / "planning/check.py"])
 PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("docs/check*.md")))
 ROWS = rows()
 
