@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -46,15 +46,20 @@ OTHERS = [FileNotFoundError(errno.ENOENT, "No such file"), PermissionError(errno
 
 
 @contextlib.contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """Takes all descriptors of this process, of which it may have few more than now."""
+def no_free_descriptor() -> Iterator[Callable[[], None]]:
+    """Takes all descriptors of this process, of which it may have few more than now. Gives a function that takes those
+    which others have given back since."""
     before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 3, before[1]))
-    try:
+
+    def take() -> None:
         with contextlib.suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
-        yield
+
+    try:
+        take()
+        yield take
     finally:
         for fd in taken:
             os.close(fd)
@@ -107,10 +112,11 @@ def test_telemetry_goes_on_when_descriptors_are_free_again(tmp_path: Path) -> No
 
     with sampler:
         wait_for_lines(2)
-        with no_free_descriptor():
+        with no_free_descriptor() as take_more:
             while b"Too many open files" not in os.pread(run._files[EVENTS][0], 1 << 20, 0):
                 assert sampler._thread.is_alive()
                 threading.Event().wait(0.02)
+                take_more()  # the sampler may have had a file open
             threading.Event().wait(0.2)  # more samples that fail
         wait_for_lines(len(list(read_lines(tmp_path, DEVICES, DeviceSample))) + 3)
     run.close()
