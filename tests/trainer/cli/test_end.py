@@ -16,6 +16,13 @@ app.main()
 """
 
 
+def test_a_program_that_goes_on_is_not_ended() -> None:
+    goes_on = "\ntry:\n    app.main()\nexcept SystemExit:\n    time.sleep(2)\nprint('went on')"
+    program = COMMAND.format(left="pass").replace("\napp.main()", goes_on)
+    ended = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")
+
+
 @pytest.mark.parametrize(
     "left",
     [

@@ -70,14 +70,21 @@ def main() -> None:
     if trainer.IS_INSTALLED and "torch" in sys.modules and trainer.require("stoker").is_rank():
         sys.stderr.flush()
         os._exit(code)  # a thread of gloo that frees a tensor while Python ends aborts it (PyTorch issue 190489)
-    threading.Thread(target=_end_soon, args=(code,), daemon=True).start()
+    _exit_codes.append(code)
+    if len(_exit_codes) == 1:
+        threading.Thread(target=_end_soon, daemon=True).start()
     sys.exit(code)
 
 
-def _end_soon(code: int) -> None:
+_exit_codes: list[int] = []
+"""Of each `main` of this process: a program of another may catch its SystemExit."""
+
+
+def _end_soon() -> None:
     """Ends the process if Python waits for threads or exit handlers that never end, as a tracker may leave behind."""
+    threading.main_thread().join()
     time.sleep(END_TIMEOUT_S)
-    os._exit(code)
+    os._exit(_exit_codes[-1])
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
