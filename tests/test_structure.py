@@ -1,4 +1,4 @@
-"""docs/structure.md and the README name files that exist; the package keeps its rooms."""
+"""docs/structure.md and the READMEs name files that exist; the packages keep their rooms."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = (ROOT / "packages/stoker-watch/stoker_watch", ROOT / "packages/stoker/stoker")
+PAGES = [
+    *(
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "packages/stoker-watch/README.md", "packages/stoker/README.md")
+    ),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+CHECKED = r"stoker_watch|stoker|docs|tests|benchmarks|scripts|packages"
+
+
+def resolve(path: str) -> Path:
+    """A path in a document: of a module in its package, else from the root of the repository."""
+    package = {"stoker_watch": "packages/stoker-watch", "stoker": "packages/stoker"}.get(path.partition("/")[0], ".")
+    return ROOT / package / path
 
 
 def test_the_questions_of_a_newcomer_have_answers_that_exist() -> None:
@@ -14,34 +28,34 @@ def test_the_questions_of_a_newcomer_have_answers_that_exist() -> None:
     rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
     assert rows
     for row in rows:
-        paths = re.findall(r"`((?:stoker|docs)/[^`]+)`", row)
+        paths = re.findall(r"`((?:stoker_watch|stoker|docs)/[^`]+)`", row)
         assert paths, row
-        assert [path for path in paths if not (ROOT / path).exists()] == []
+        assert [path for path in paths if not resolve(path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
-    named = set(
-        re.findall(r"`((?:stoker|docs|tests|benchmarks|scripts)/[\w./-]+\.\w+|(?:stoker|tests)/[\w/]+/)`", text)
-    )
+    named = set(re.findall(rf"`((?:{CHECKED})/[\w./-]+\.\w+|(?:{CHECKED})/[\w/-]+/)`", text))
     if not page.name.startswith("add-a-"):  # these also name the files that a reader makes
-        absent = sorted(path for path in named if not (ROOT / path).exists())
+        absent = sorted(path for path in named if not resolve(path).exists())
         assert [path for path in absent if not path.startswith("benchmarks/results/")] == []
     links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link}
     assert sorted(link for link in links if link and not (page.parent / link).exists()) == []
 
 
-def test_the_root_of_the_package_has_few_files() -> None:
-    assert {path.name for path in (ROOT / "stoker").glob("*.py")} == {
+def test_the_roots_of_the_packages_have_few_files() -> None:
+    watch, trainer = ({path.name for path in package.glob("*.py")} for package in PACKAGES)
+    assert watch == {
         "__init__.py",
         "__main__.py",
-        "api.py",
+        "durations.py",
         "errors.py",
         "printable.py",
         "regular_files.py",
         "secrets.py",
     }
+    assert trainer == {"__init__.py", "__main__.py", "api.py"}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +71,9 @@ def test_the_root_of_the_package_has_few_files() -> None:
 )
 def test_there_is_one_of(pattern: str, place: str) -> None:
     """One type for what a command finds, one way to print it, one that makes tables, one reader of run folders."""
-    found = [path.relative_to(ROOT) for path in (ROOT / "stoker").rglob("*.py")
+    found = [str(path.relative_to(package.parent)) for package in PACKAGES for path in package.rglob("*.py")
              for _ in re.finditer(pattern, path.read_text(), re.MULTILINE)]  # fmt: skip
-    assert [str(path) for path in found] == [place]
+    assert found == [place]
 
 
 def test_the_tests_that_ci_leaves_out_exist() -> None:
