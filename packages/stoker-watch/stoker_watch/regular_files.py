@@ -2,8 +2,8 @@
 
 Such a name may be that of a device, a FIFO or a folder: reading one fills the memory or never ends. Only regular files
 of bounded size are opened here. Everything else is an OSError, which callers handle like a file that cannot be read.
-Not here: whether a name may leave the data set's folder (`data/formats/images.py`); files that are replaced as a whole
-(`storage/local_files.py`).
+Not here: whether a name may leave the data set's folder (`stoker/data/formats/images.py`); files that are replaced as
+a whole (`storage/local_files.py`).
 """
 
 import errno

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from stoker.training import checkpoint, evaluator, start
-from stoker.training.own_stacks import OwnStacks
+from stoker.training import checkpoint, evaluator, loop, start
+from stoker.training.own_stacks import OwnStacks, _as_frames
 from stoker.training.run import train
+from stoker_watch.cli import app
 from stoker_watch.diagnosis.reader import read_run
+from stoker_watch.recording.frames import find_part, is_job_code
 from stoker_watch.report.explain import explain_run
+from stoker_watch.runs import records
 from stoker_watch.runs.records import FINAL, STACKS, read_lines
 from stoker_watch.runs.schemas import StackWindow
 from tests.drawn import draw
@@ -56,6 +59,18 @@ class Sampled:
 
 def read_windows(run: Path) -> list[StackWindow]:
     return list(read_lines(run, STACKS, StackWindow))
+
+
+def test_frames_of_both_packages_are_no_code_of_the_job() -> None:
+    stack = (
+        ("RunFolder.append", records.__file__, 9),
+        ("Training.run_steps", loop.__file__, 5),
+        ("main", app.__file__, 1),
+    )
+    frames = _as_frames(stack)
+    assert [frame.function for frame in frames] == ["RunFolder.append", "Training.run_steps"]
+    assert not any(is_job_code(frame) for frame in frames)
+    assert find_part(frames) == "records"
 
 
 @pytest.mark.slow

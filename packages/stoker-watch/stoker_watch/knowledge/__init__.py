@@ -16,14 +16,14 @@ notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 package_names.toml: packages of modules with other names (`diagnosis/ending_details.py`).
 prices.toml: list prices of machines (`hardware/prices.py`).
-problems.toml: what can be wrong with a data set (`data/validation/problems.py`).
+problems.toml: what can be wrong with a data set (`stoker/data/validation/problems.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 tpus.toml: slices of TPUs (`hardware/tpu.py`).
-variables.toml: environment variables (`preflight/variables.py`).
+variables.toml: environment variables (`stoker/preflight/variables.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 """
 

@@ -1,6 +1,6 @@
 """The accelerator that a loop computes on, through the torch that its process has imported: nothing here imports torch.
 
-The trainer's own device (`hardware/device.py`) has its clock from here.
+The trainer's own device (`stoker/hardware/device.py`) has its clock from here.
 """
 
 import time

@@ -1,8 +1,8 @@
 """`stoker why RUN`: where the time of a run went, what it cost, the findings, and advice; as data, and printed.
 
 `explain_run` reads a run in any state, `explain_log` the output of a job without a run folder, to find out what ended
-it. `run_probes` (`why --probe`) repeats steps of a run in a separate process (`tuning/experiments.py`): nothing here
-imports torch. The page shows the same data (`html.py`); `compare.py` compares two runs, `runs_summary.py` adds up many.
+it. `run_probes` (`why --probe`) repeats steps of a run in a process of the trainer (`stoker/tuning/experiments.py`).
+The page shows the same data (`html.py`); `compare.py` compares two runs, `runs_summary.py` adds up many.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The COCO metrics of an evaluation; evaluation.json, with the errors of a model; small copies of its images.
 
-The files have a bounded size for any data set; `training/evaluator.py` writes them, `report/` shows them;
+The files have a bounded size for any data set; `stoker/training/evaluator.py` writes them, `report/` shows them;
 docs/run-folder.md describes them.
 """
 

@@ -2,7 +2,7 @@
 
 Writers append whole lines and replace whole files by rename; readers accept an incomplete last line, so a live, a
 killed and a finished run are read in the same way. `docs/run-folder.md` describes every file for people, and a test
-compares the two. Not here: the fields of the records (`schemas.py`) and checkpoints (`training/checkpoint.py`).
+compares the two. Not here: the fields of the records (`schemas.py`) and checkpoints (`stoker/training/checkpoint.py`).
 """
 
 import contextlib

@@ -194,7 +194,7 @@ class Probe(Record, kw_only=True, omit_defaults=True):
     """A line of probes.jsonl: an experiment. One thing is changed for a few dozen steps; the speed before and after."""
 
     probe: str
-    """One of PROBE_KINDS; of `stoker tune`, a lever of knowledge/levers.toml, or one of TUNE_KINDS or LR_KINDS."""
+    """One of PROBE_KINDS; of `stoker tune`, a lever (stoker/knowledge/levers.toml), or of TUNE_KINDS or LR_KINDS."""
     steps: int
     """Steps on each side of the comparison."""
     before_img_per_s: float

@@ -3,7 +3,7 @@
 A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is handled here; `store.py` reads objects.
 
 A run in a bucket has two copies in the cache folder: the *working copy* that training writes and uploads
-(`training/bucket_run.py`), and the *reading copy* with the files that other commands need (`store.py`).
+(`stoker/training/bucket_run.py`), and the *reading copy* with the files that other commands need (`store.py`).
 """
 
 import hashlib

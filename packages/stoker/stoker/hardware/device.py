@@ -2,7 +2,7 @@
 
 All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
 through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
-Telemetry from the driver is in `recording/telemetry/gpu.py`.
+Telemetry from the driver is in `stoker_watch/recording/telemetry/gpu.py`.
 """
 
 import contextlib

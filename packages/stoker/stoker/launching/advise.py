@@ -2,8 +2,8 @@
 
 `advise` reads a run folder and proposes at most one change, with its command; `apply` does it. All figures are of
 training time: without startup, compilation, evaluation and checkpoints. Not here: why time is lost
-(`stoker_watch/diagnosis/`), advice without figures (`report/sizing.py`, whose thresholds hold here, too), and other
-machines (`planning/plan.py`).
+(`stoker_watch/diagnosis/`), advice without figures (`stoker_watch/report/sizing.py`, whose thresholds hold here, too),
+and other machines (`planning/plan.py`).
 
 Assumed of a change: a device works as long on each image, and the loader delivers as before. Gradients are exchanged
 once a step, which takes as long whatever the number of devices, and no time on one.
@@ -238,7 +238,7 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
 def _propose(m: Measured) -> Change | None:
     """Enough devices for the deadline, where the training would miss it and computes at least 85 % of its time. As many
     as the loader feeds. Half of them, each with twice the images of a step, where the exchange of gradients takes at
-    least 25 % of the time (`report/sizing.py`), which then is paid for twice the work."""
+    least 25 % of the time (`stoker_watch/report/sizing.py`), which then is paid for twice the work."""
     comm = m.usage.fraction("comm")
     if m.is_late and m.time_left_s and m.by_s and m.usage.fraction("compute") >= MIN_COMPUTE_FRACTION:
         exchange = comm if m.devices > 1 else FIRST_EXCHANGE

@@ -25,7 +25,7 @@ from stoker_watch.durations import Duration
 from stoker_watch.report import format as fmt
 
 LOADER_CORE_FRACTION = 0.9
-"""CPU utilization that decoding workers reach (`report/sizing.py`)."""
+"""CPU utilization that decoding workers reach (`stoker_watch/report/sizing.py`)."""
 CPU_OF_TRAINING_THREAD = 1.0
 """vCPUs per GPU for the thread that issues the steps."""
 BOOT_DISK_GB = 100

@@ -1,8 +1,8 @@
 """The accelerators and machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
 Peaks of GPUs are those of data sheets (`knowledge/gpus.toml`), of the present CPU they are measured. On-demand prices
-come from `hardware/prices.py`; `knowledge/machines.toml` has what is needed besides. Not here: what a step needs
-(`trace.py`), how much of a peak it reaches (`predict.py`), and how fast a machine trains (`duration.py`).
+come from `stoker_watch/hardware/prices.py`; `knowledge/machines.toml` has what is needed besides. Not here: what a step
+needs (`trace.py`), how much of a peak it reaches (`predict.py`), and how fast a machine trains (`duration.py`).
 """
 
 import functools

@@ -206,7 +206,7 @@ def _request(url: str, headers: dict[str, str], *, timeout_s: float, method: str
 
 
 def _amazon_variable(env: Mapping[str, str]) -> str | None:
-    """The SDKs' variable, and the one of obstore (`storage/clients.py`)."""
+    """The SDKs' variable, and the one of obstore (`stoker_watch/storage/clients.py`)."""
     return env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or env.get("AWS_METADATA_ENDPOINT")
 
 

@@ -1,9 +1,10 @@
 """Whether the GPU can be used, and whether anything about it would slow a training down.
 
-Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
-process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
-`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
-Whether the model fits the memory is tried in `planning/check.py`.
+Three sources are compared: what shows that a GPU is there, what the driver says
+(`stoker_watch/recording/telemetry/gpu.py`), and a trial in a process of its own, which really multiplies and convolves
+(`hardware/cuda_trial.py`). `check_gpu` collects them as `GpuFacts`, from which each rule makes its findings; those
+about versions and about each GPU are in `gpu_rules.py`. Whether the model fits the memory is tried in
+`planning/check.py`.
 """
 
 import os

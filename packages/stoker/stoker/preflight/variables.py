@@ -3,7 +3,7 @@ name is there.
 
 They are set by platforms (Vertex AI, SageMaker, Slurm), by Dockerfiles and by hand, and a wrong one is noticed late: a
 path that does not exist, quotes that docker's --env-file kept, a name with a typing error. Secret values are never
-shown. Which variables is in `knowledge/variables.toml`; reads and writes of buckets are tried by `access.py`.
+shown. The variables are rows of `stoker_watch/knowledge/variables.toml`; `access.py` tries to read and write buckets.
 """
 
 import json

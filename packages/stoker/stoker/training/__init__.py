@@ -1,6 +1,6 @@
 """Training: `run.py` opens and closes a run, `loop.py` is the loop, `step.py` a step (docs/a-step.md).
 
 Defaults of settings: `defaults/`. Checkpoints: `resume.py`, `checkpoint.py`; in a bucket `bucket_run.py`.
-Several processes: `parallel.py`. Neighbors: `data` delivers batches, `models` the losses, `profiling` the ledger,
-`report` the screen.
+Several processes: `parallel.py`. Neighbors: `data` delivers batches, `models` the losses, `report` the
+screen, `stoker_watch.recording` the ledger.
 """

@@ -1,9 +1,9 @@
 """Samples the stacks of a training of stoker's own into stacks.jsonl: of the training thread, and of one loader thread,
 of this process or of a worker process, in turn. Each rank samples itself.
 
-What a stack means is the same as of a watched job (`recording/frames.py`): kinds, places, windows. A stack can only be
-read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate follows the
-CPU time of the sampler's own thread, with all that it writes.
+What a stack means is the same as of a watched job (`stoker_watch/recording/frames.py`): kinds, places, windows. A stack
+can only be read when the interpreter's lock is free; a sample counts for all the times at which it was not. The rate
+follows the CPU time of the sampler's own thread, with all that it writes.
 """
 
 import collections
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.loading.thread_stacks import Stack, next_loader_thread, read_stacks
+from stoker_watch.recording import frames
 from stoker_watch.recording.frames import PACKAGE_ROOT, Frame, Samples, make_window
 from stoker_watch.recording.stacks import FIRST_WINDOW_S, WINDOW_S, affordable_rate
 from stoker_watch.runs.records import STACKS, RunFolder
@@ -23,7 +24,11 @@ STOP_TIMEOUT_S = 5.0
 MAX_RATE_HZ = 10.0
 """Samples a second at most; each one takes the interpreter's lock from the training thread."""
 
-_PACKAGE = f"{Path(__file__).parents[1]}/"
+_PACKAGES = {
+    f"{Path(__file__).parents[1]}/": PACKAGE_ROOT,
+    f"{Path(frames.__file__).parents[1]}/": "/site-packages/stoker_watch/",
+}
+"""Folder: what stacks call it, wherever it is installed."""
 
 
 class OwnStacks:
@@ -101,10 +106,11 @@ class OwnStacks:
 
 
 def _as_frames(stack: Stack) -> list[Frame]:
-    """The frames from the first one of stoker's on, whose files get the same names wherever it is installed."""
-    frames = [
-        Frame(function, PACKAGE_ROOT + file.removeprefix(_PACKAGE) if file.startswith(_PACKAGE) else file, line)
-        for function, file, line in stack
-    ]
-    own = [number for number, frame in enumerate(frames) if frame.file.startswith(PACKAGE_ROOT)]
-    return frames[: own[-1] + 1] if own else frames
+    """The frames from the first one of the trainer on, whose files get the same names wherever it is installed."""
+    named = [Frame(function, _name(file), line) for function, file, line in stack]
+    own = [number for number, frame in enumerate(named) if frame.file.startswith(PACKAGE_ROOT)]
+    return named[: own[-1] + 1] if own else named
+
+
+def _name(file: str) -> str:
+    return next((name + file[len(folder) :] for folder, name in _PACKAGES.items() if file.startswith(folder)), file)

@@ -1,7 +1,7 @@
 """Which run a command trains: a new one, or the unfinished one that the same command started. Its folder and lock.
 
 Runs are compared by the settings that the user set, not by derived ones; config.toml tells which are which. The files
-of the folder are in `runs/records.py`; what is built from its settings is in `start.py`.
+of the folder are in `stoker_watch/runs/records.py`; what is built from its settings is in `start.py`.
 """
 
 import contextlib

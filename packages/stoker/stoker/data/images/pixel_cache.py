@@ -6,9 +6,9 @@ outdated, and nothing needs to be written durably, locked or repaired. Each imag
 sparse file. All processes of a machine read and write the same file, so they share it through the page cache. The file
 is not memory-mapped, so a full or failing disk is an OSError, not a SIGBUS.
 
-The file is in the cache folder (`storage/local_files.py`), under decoded-images/. A process that uses it holds a shared
-lock; one that needs space removes files that no process holds, the least recently used first. All such files together
-take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
+The file is in the cache folder (`stoker_watch/storage/local_files.py`), under decoded-images/. A process that uses it
+holds a shared lock; one that needs space removes files that no process holds, the least recently used first. All such
+files together take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Python stacks of threads of this process, as plain values; standard library only.
 
-`training/own_stacks.py` counts and records them; worker processes of the loader send it theirs. `recording/stacks.py`
-says what a stack means, and reads the stacks of other programs from outside.
+`training/own_stacks.py` counts and records them; worker processes of the loader send it theirs.
+`stoker_watch/recording/frames.py` says what a stack means; `stacks.py` beside it samples other programs from outside.
 """
 
 import sys

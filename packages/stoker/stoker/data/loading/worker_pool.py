@@ -9,7 +9,7 @@ Images of a bucket are requested before there is a batch buffer for them (`Prefe
 latency is long. Images of shards that the order keeps near each other are requested together, as one range of the
 object (`SampleStream.read_together`). Which image belongs to a position is predicted from the present quarantine; where
 that turns out wrong, the right image is requested instead. So prefetching changes when bytes arrive, never what a run
-sees. Retries and slow responses: `storage/fetcher.py`.
+sees. Retries and slow responses: `stoker_watch/storage/fetcher.py`.
 """
 
 import atexit

@@ -1,8 +1,10 @@
-"""What can be wrong with a data set: every kind of problem (`knowledge/problems.toml`), what training does, the fix.
+"""What can be wrong with a data set: every kind of problem, what training does, the fix.
+
+The kinds are rows of `stoker_watch/knowledge/problems.toml`, because `stoker why --explain` knows them, too.
 
 The readers (`formats/`) and the cleaning (`clean.py`) add what they meet to a `ProblemCollector`. The index keeps the
 counts and a few examples; `stoker data check` (`check.py`) shows everything, also problems inside image files. Not
-here: errors that end the reading (`DataError`; their texts are in `knowledge/data_errors.toml`).
+here: errors that end the reading (`DataError`; their texts are in `stoker_watch/knowledge/data_errors.toml`).
 """
 
 import math
