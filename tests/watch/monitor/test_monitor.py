@@ -343,7 +343,7 @@ def test_wandb_gets_the_metrics(
 def test_a_missing_tracker_names_the_extra_to_install(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with (
-        pytest.raises(ConfigError, match=r"pip install 'stoker\[wandb\]'"),
+        pytest.raises(ConfigError, match=r"pip install 'stoker-watch\[wandb\]'"),
         monitoring(folder, MonitoringOptions(track=("wandb",)), stop=must_not_stop),
     ):
         raise AssertionError("started")

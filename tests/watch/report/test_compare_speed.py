@@ -67,7 +67,7 @@ def test_jobs_whose_images_are_not_counted_are_compared_by_their_steps(tmp_path:
     assert "the batch size must be the same" in file.getvalue()
     with pytest.raises(UsageError, match="no speed to compare") as caught:
         check_speed(base, write_run(tmp_path / "uncounted", 1000, counts="nothing"), 0.05)
-    assert "stoker.measure" in str(caught.value.fix)
+    assert "stoker_watch.measure" in str(caught.value.fix)
 
 
 def test_the_images_of_all_ranks_count(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_experiments_are_on_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "source"), [({"coverage": {"output": "recorded"}}, "stoker watch"), ({"measured": True}, "stoker.measure")]
+    ("data", "source"),
+    [({"coverage": {"output": "recorded"}}, "stoker watch"), ({"measured": True}, "stoker_watch.measure")],
 )
 def test_the_page_of_an_external_job_has_no_sections_without_records(
     tmp_path: Path, data: dict[str, object], source: str

@@ -130,7 +130,7 @@ class TrackerThread:
             folder.event("warning", f"{name} {text}")
         error = self._error
         if isinstance(error, ImportError):
-            fix = f"pip install 'stoker[{name}]'"
+            fix = f"pip install 'stoker-watch[{name}]'"
             raise ConfigError(f"--track {name} needs its package.", cause=str(error), fix=fix) from error
         if error is not None and folder.attempt == 1:  # no credentials, no server, …
             cause = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Monitoring options: flags of `stoker train` and `stoker watch`, arguments of `stoker.measure`.
+"""Monitoring options: flags of `stoker train` and `stoker watch`, arguments of `stoker_watch.measure`.
 
 They are not settings of the training: config.toml does not contain them, and a resumed run may use others.
 """

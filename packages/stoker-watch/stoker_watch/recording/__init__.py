@@ -1,3 +1,3 @@
-"""Where the time of a run went: the ledger, profiler windows, system telemetry, and `stoker.measure` for training loops
-that stoker did not write. Analyzing the records is `stoker_watch/diagnosis/`.
+"""Where the time of a run went: the ledger, stacks, telemetry, and `stoker_watch.measure` for training loops that
+stoker did not write. Profiler windows are the trainer's (`stoker/training/trace.py`); `diagnosis/` reads the records.
 """

@@ -1,4 +1,4 @@
-"""`with stoker.measure("runs/x") as m:` around a training loop that stoker did not write.
+"""`with stoker_watch.measure("runs/x") as m:` around a training loop that stoker did not write.
 
 It measures and writes records, nothing else: the loop's results, their order, its random numbers and its exceptions do
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
@@ -45,7 +45,7 @@ class Measure:
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
     ```python
-    with stoker.measure("runs/x") as m:
+    with stoker_watch.measure("runs/x") as m:
         for batch in m.data(loader):
             with m.step():
                 loss = train_on(batch)
@@ -109,12 +109,12 @@ class Measure:
             _active.close(RuntimeError("another training began, and the end of this one was not reported"))
         if _active is not None:
             raise UsageError(
-                "Another stoker.measure is open: a process measures one loop at a time.",
+                "Another stoker_watch.measure is open: a process measures one loop at a time.",
                 location=_active.path,
                 fix="leave that block first",
             )
         if self.closed or self._thread:
-            raise UsageError("This stoker.measure was used before.", fix="call stoker.measure(…) again")
+            raise UsageError("This stoker_watch.measure was used before.", fix="call stoker_watch.measure(…) again")
         start_s = time.perf_counter()
         self._writer = self._open_writer(loop_index=_num_entered)
         _num_entered += 1
@@ -273,9 +273,9 @@ class Measure:
 
     def _check_inside_block(self, method: str) -> None:
         if not self._thread or self.closed:
-            raise UsageError(f"{method} was called outside of its block.", fix="with stoker.measure(…) as m: …")
+            raise UsageError(f"{method} was called outside of its block.", fix="with stoker_watch.measure(…) as m: …")
         if threading.get_ident() != self._thread:
-            text = f"{method} was called in another thread than the one that entered stoker.measure."
+            text = f"{method} was called in another thread than the one that entered stoker_watch.measure."
             raise UsageError(text, cause="only that thread is measured", fix="call it in the training thread")
 
     def _write_if_due(self) -> None:
@@ -351,7 +351,7 @@ class Measure:
     def _close_at_exit(self) -> None:
         """At process exit, if the block was not left: not every framework reports errors to its callbacks."""
         error = getattr(sys, "last_value", None)
-        self.close(error if error is not None else RuntimeError("the process ended inside stoker.measure"))
+        self.close(error if error is not None else RuntimeError("the process ended inside stoker_watch.measure"))
 
     def _abandon_after_fork(self) -> None:
         self._recording = False
@@ -362,7 +362,7 @@ class Measure:
 
 
 measure = Measure
-"""The name in the package: `stoker.measure`."""
+"""The name in the package: `stoker_watch.measure`."""
 
 
 class TimedBatches(Generic[Batch]):

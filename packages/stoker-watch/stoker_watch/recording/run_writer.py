@@ -27,7 +27,7 @@ from stoker_watch.runs.records import EVENTS, RANKS, STEPS, RunFolder, make_run,
 from stoker_watch.runs.schemas import Event, StepWindow
 
 RUNS_DIR = Path("runs")
-_FIX = 'give another folder: stoker.measure("runs/NAME"); of several ranks, enter it after init_process_group'
+_FIX = 'give another folder: stoker_watch.measure("runs/NAME"); of several ranks, enter it after init_process_group'
 _MAX_PENDING_WINDOWS = 3600
 """Windows that are kept while the folder is not known: at least an hour."""
 _MAX_TRACEBACK_LINES = 100
@@ -110,7 +110,7 @@ class RankRecorder:
             self._share_run_dir()
         if self.folder is None:
             if self._pending_windows:
-                hint = "enter stoker.measure in every rank, around a loop in which torch.distributed is initialized"
+                hint = "enter measure in every rank, around a loop in which torch.distributed is initialized"
                 self.warn(f"the time of rank {self.rank} is not recorded, it does not know the run folder: {hint}")
             return
         if error is None:
@@ -130,7 +130,7 @@ class RankRecorder:
         """Warns the user and writes an event, once; the loop goes on."""
         if not self._warned:
             self._warned = True
-            warnings.warn(f"stoker.measure: {text}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"stoker_watch.measure: {text}", RuntimeWarning, stacklevel=3)
             self.event("warning", text)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     generated_t: float
     run: str
     is_native_run: bool
-    """A run of `stoker train`; otherwise a job of `stoker watch` or `stoker.measure`, without evaluation."""
+    """A run of `stoker train`; otherwise a job of `stoker watch` or `stoker_watch.measure`, without evaluation."""
     model: str | None
     data: str | None
     start_t: float | None

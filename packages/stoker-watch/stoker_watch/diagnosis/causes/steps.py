@@ -321,7 +321,7 @@ def _finding_from_stacks(
 
 
 def _between_step_phases(run: RunRecords) -> tuple[str, ...]:
-    """Phases in which the training thread is between steps, in its loop's own code. In a loop inside `stoker.measure`,
+    """Phases in which the training thread is between steps, in its loop's own code. In a loop inside `measure`,
     unattributed time is such time."""
     names = ("host",) if run.is_native_run or run.is_external else ("host", "unattributed")
     return tuple(name for name in names if run.phase_seconds(name) > 0)

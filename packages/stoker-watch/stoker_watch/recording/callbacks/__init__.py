@@ -1,4 +1,4 @@
-"""`stoker.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. None is a dependency.
+"""`stoker_watch.measure` as callbacks of training frameworks: `lightning.py`, `huggingface.py`. None is a dependency.
 
 Their base, `Session`, is a measured loop whose parts begin and end in calls of a framework, not in blocks.
 """
@@ -13,7 +13,7 @@ from stoker_watch.recording.measure import Measure
 
 
 class Session:
-    """Records between `open` and `close`; at other times every call does nothing. settings: of `stoker.measure`."""
+    """Records between `open` and `close`; at other times every call does nothing. settings: of `measure`."""
 
     def __init__(self, run: str | None, settings: dict[str, Any]) -> None:
         self._measure: Measure | None = None

@@ -1,4 +1,4 @@
-"""`stoker.measure` as a callback of `transformers.Trainer`.
+"""`stoker_watch.measure` as a callback of `transformers.Trainer`.
 
     from stoker_watch.recording.callbacks.huggingface import StokerCallback
     trainer = Trainer(…, callbacks=[StokerCallback("runs/x")])
@@ -18,7 +18,7 @@ _LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
 
 class StokerCallback(load_class("TrainerCallback", "transformers", install="transformers accelerate")):  # type: ignore[misc]
-    """run, settings: arguments of `stoker.measure`. Each step counts as many images as a whole batch has."""
+    """run, settings: arguments of `stoker_watch.measure`. Each step counts as many images as a whole batch has."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()

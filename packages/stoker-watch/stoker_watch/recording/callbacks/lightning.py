@@ -1,4 +1,4 @@
-"""`stoker.measure` as a callback of Lightning's Trainer (`pytorch_lightning` or `lightning`), for one fit.
+"""`stoker_watch.measure` as a callback of Lightning's Trainer (`pytorch_lightning` or `lightning`), for one fit.
 
     from stoker_watch.recording.callbacks.lightning import StokerCallback
     trainer = Trainer(callbacks=[StokerCallback("runs/x")])
@@ -18,7 +18,7 @@ _ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "
 
 
 class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightning", install="lightning")):  # type: ignore[misc]
-    """run, settings: arguments of `stoker.measure`. Another fit with the same folder is another attempt."""
+    """run, settings: arguments of `stoker_watch.measure`. Another fit with the same folder is another attempt."""
 
     def __init__(self, run: str | None = None, **settings: Any) -> None:
         super().__init__()
