@@ -11,9 +11,9 @@ from typing import Any
 
 import hypothesis
 import pytest
+from stoker_watch.hardware.cgroup import set_spin_count
 
-import stoker  # noqa: F401  (sets what must be set before torch is imported)
-from stoker.data import demo
+set_spin_count()  # before torch is imported, as the trainer does it
 
 # How long an example takes says something about the machine, which others use, too.
 hypothesis.settings.register_profile("stoker", deadline=None)
@@ -48,14 +48,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     cache.mkdir()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
     # of all workers of pytest-xdist, whose folders are next to each other
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    drawn, name = shared / "demo", f"demo-v{demo.VERSION}"
-    if drawn.exists():
-        (cache / name).symlink_to(drawn)
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "drawn"
+    shared.mkdir(exist_ok=True)
+    for drawn in shared.iterdir():
+        (cache / drawn.name).symlink_to(drawn)
     yield cache
-    if not drawn.exists() and (cache / name).exists():
-        with contextlib.suppress(OSError):  # another worker has drawn it meanwhile
-            (cache / name).rename(drawn)
+    for drawn in cache.glob("demo-v*"):
+        if not drawn.is_symlink():
+            with contextlib.suppress(OSError):  # another worker has drawn it meanwhile
+                drawn.rename(shared / drawn.name)
 
 
 @pytest.hookimpl(trylast=True)
