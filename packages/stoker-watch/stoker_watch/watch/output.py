@@ -68,12 +68,12 @@ class LineSplitter:
 
 
 _BREAK = re.compile(r"[\r\n\b]+")
-_BAR = re.compile(r"(\| ?\d{1,15}/\d{1,15} ?\[[^\]<]{0,100}+<[^\]]{0,400}+\])(?= *+[A-Za-z{\[(])")
+_BAR = re.compile(r"(\| ?\d{1,15}/\d{1,15} ?\[[^\]<]{0,100}<[^\]]{0,400}\])(?= *[A-Za-z{\[(])")
 """A bar of tqdm that is followed by other text in its line: tqdm ends no line before the job prints."""
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
-_SPACES = re.compile(r"\s{2,}+|#011")
+_SPACES = re.compile(r"\s{2,}|#011")
 """`#011` is a tab in the logs of SageMaker."""
 _KEYWORD = re.compile(r"%|loss|epoch|step|learning_rate|train| rate,", re.IGNORECASE)
 """What every line of progress contains: most other lines end here."""
