@@ -5,7 +5,6 @@ not a `StokerError` and reaches the top is a bug in stoker. `StokerError.__str__
 """
 
 import contextlib
-import difflib
 import errno
 import functools
 import os
@@ -232,6 +231,8 @@ def needs_package(package: str, what: str) -> Iterator[None]:
 
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """The choice closest to `value` (for a "did you mean" in a message), or None when none is close."""
+    import difflib
+
     matches = difflib.get_close_matches(value, list(choices), n=1)
     return matches[0] if matches else None
 

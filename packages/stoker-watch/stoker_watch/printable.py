@@ -5,13 +5,10 @@ forge a line of ours; bidirectional controls show a text in another order than i
 through `printable`, through `print_text` or through the console of `stoker_watch/report/console.py`.
 """
 
-import json
 import re
 import sys
 import unicodedata
 from typing import Any, TextIO
-
-import msgspec
 
 _KEPT = "\u200c\u200d"
 """Joiners: Persian words and emoji need them, and no terminal obeys them."""
@@ -59,9 +56,13 @@ def print_json(value: Any) -> None:
 
 def encode_json(value: Any) -> bytes:
     """JSON, also of file names that are not UTF-8: `\\udcff` stands for a byte that is none."""
+    import msgspec
+
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
+        import json
+
         text = json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
         return _SURROGATE.sub(lambda match: f"\\\\u{ord(match[0]):04x}", text).encode()
 
@@ -70,4 +71,6 @@ def escape_json(text: str) -> str:
     """JSON in which all characters are printable; newlines between values are kept."""
     if text.isprintable():
         return text
+    import json
+
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)

@@ -6,12 +6,10 @@ An error of the exception tree becomes a message and its exit code; any other ex
 import contextlib
 import io
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -88,6 +86,8 @@ def _end_soon() -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    import traceback
+
     for line in "".join(traceback.format_exception(kind, error, trace)).splitlines():
         print_text(line, file=sys.stderr)
 
@@ -96,6 +96,8 @@ def _error_console(arguments: list[str]) -> "Console | None":
     """A console that cleans the arguments that the parser's messages quote; None: they need no cleaning."""
     if "".join(arguments).isprintable():
         return None
+    import shutil
+
     from stoker_watch.report.console import make_console, supports_cursor
 
     return make_console(sys.stderr, terminal=supports_cursor(sys.stderr), width=shutil.get_terminal_size().columns)

@@ -17,5 +17,5 @@ COMMANDS = (
 def require(what: str, module: str = "stoker.cli.commands") -> ModuleType:
     """A module of the trainer. what: what needs it. Raises UsageError if the trainer is not installed."""
     if not IS_INSTALLED:
-        raise UsageError(f"{what} needs the trainer, which is not installed.", fix="pip install stoker")
+        raise UsageError(f"{what} needs the trainer: pip install stoker")
     return importlib.import_module(module)

@@ -5,10 +5,12 @@ They are not settings of the training: config.toml does not contain them, and a 
 
 import dataclasses
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from stoker_watch.errors import ConfigError, make_error
-from stoker_watch.monitor.alerts import Rule, parse_rule
+
+if TYPE_CHECKING:
+    from stoker_watch.monitor.alerts import Rule
 
 WEBHOOK_VARIABLE = "STOKER_ALERT_WEBHOOK"
 """Holds the address of the webhook: other users of the machine can read command lines."""
@@ -34,8 +36,10 @@ class MonitoringOptions:
     track: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Experiment trackers to log losses, speed, phases and metrics to: wandb, mlflow. Each reads its own variables."""
 
-    def rules(self) -> list[Rule]:
+    def rules(self) -> "list[Rule]":
         """The parsed alert rules. Raises ConfigError for an invalid one."""
+        from stoker_watch.monitor.alerts import parse_rule  # the command line imports this module at every start
+
         return [parse_rule(text) for text in self.alert]
 
     def webhook_url(self) -> str | None:
