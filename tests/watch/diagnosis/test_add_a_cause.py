@@ -1,7 +1,6 @@
 """The guide docs/add-a-cause.md works: its row, rule and case are executed."""
 
 import re
-import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.causes import cause as cause_rows
 from stoker_watch.diagnosis.engine import CATALOG, RULES
+from stoker_watch.knowledge import parse_toml
+
 from tests.watch.diagnosis import cases
 from tests.watch.diagnosis.built import make_run
 
@@ -25,7 +26,7 @@ def code_blocks() -> dict[str, str]:
 
 def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = code_blocks()
-    rows = tomllib.loads(blocks["stoker_watch/knowledge/causes.toml"])
+    rows = parse_toml(blocks["stoker_watch/knowledge/causes.toml"])
     monkeypatch.setitem(cause_rows._tables(), "gpu_warm", rows["gpu_warm"])
     module = types.ModuleType("gpu_warm")
     exec(blocks["stoker_watch/diagnosis/causes/gpu_warm.py"], module.__dict__)

@@ -3,10 +3,9 @@ needs nothing but a row."""
 
 import itertools
 import re
-import tomllib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import msgspec
@@ -19,8 +18,14 @@ from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.run_data import Termination
 from stoker_watch.diagnosis.termination import split_log_lines
 from stoker_watch.findings.finding import Finding
-from stoker_watch.knowledge import read_toml
+from stoker_watch.knowledge import parse_toml, read_toml
 from stoker_watch.secrets import mask_secrets
+
+if sys.version_info >= (3, 11):
+    from re import _constants, _parser  # type: ignore[attr-defined]
+else:
+    import sre_constants as _constants
+    import sre_parse as _parser
 
 SAMPLES = [(id, sample.text) for id, ending in endings().items() for sample in ending.samples]
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
@@ -114,13 +119,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 def test_a_new_ending_is_a_row_without_code(rows: dict[str, Any]) -> None:
     """That of the guide docs/add-a-cause.md."""
-    rows |= tomllib.loads(EXAMPLE)
+    rows |= parse_toml(EXAMPLE)
     (found,) = died(rows["lmdb_full"]["samples"][0]["text"], 1)
     assert (found.id, found.title, found.fix) == ("lmdb_full", rows["lmdb_full"]["title"], rows["lmdb_full"]["fix"])
 
 
 @pytest.mark.parametrize("change", [{"role": "boss"}, {"reason": "bad luck"}, {"pattern": ["abc"]}, {"fix": None}])
 def test_a_row_of_another_form_is_refused(rows: dict[str, Any], change: dict[str, Any]) -> None:
-    rows["lmdb_full"] = tomllib.loads(EXAMPLE)["lmdb_full"] | change
+    rows["lmdb_full"] = parse_toml(EXAMPLE)["lmdb_full"] | change
     with pytest.raises(msgspec.ValidationError):
         endings()

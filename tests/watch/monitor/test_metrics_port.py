@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +17,23 @@ import pytest
 from stoker_watch.monitor import prometheus
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-from tests.drawn import draw
 
 FEW_DESCRIPTORS = 80
 START_S, END_S = 240, 300
-"""How long a training may take to open its port, and to end: an error of the test, not a measurement."""
-TRAIN = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
-from stoker_watch.cli.app import main
-sys.argv[0] = "stoker"
-main()
+"""How long a job may take to open its port, and to end: an error of the test, not a measurement."""
+MEASURED = f"""
+import resource, sys, time
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_NOFILE, ({FEW_DESCRIPTORS}, {FEW_DESCRIPTORS}))
+import stoker_watch
+from stoker_watch.monitor.options import MonitoringOptions
+run, all_connected = map(Path, sys.argv[1:])
+with stoker_watch.measure(run, monitor=MonitoringOptions(metrics_port=0)) as m:
+    while not all_connected.exists():
+        with m.step(num_images=1):
+            time.sleep(0.01)
+    with m.checkpoint():
+        (run / "state").write_text("saved")
 """
 
 
@@ -47,6 +53,17 @@ def scrape(port: int, host: str | None = None, method: str = "GET") -> tuple[int
         return response.status, response.read().decode()
 
 
+def connect(port: int) -> socket.socket | None:
+    """A connection, which waits up to 30 s for each answer; None if the backlog, of one connection, is full: the kernel
+    would try again after a second."""
+    try:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=0.05)
+    except OSError:
+        return None
+    connection.settimeout(30)
+    return connection
+
+
 def is_closed(connection: socket.socket) -> bool:
     """Waits until the server has closed it, without having answered."""
     with contextlib.suppress(ConnectionResetError):
@@ -56,9 +73,11 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_idle_connections_take_few_descriptors_and_no_threads(server: prometheus.Server) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    address = ("127.0.0.1", server.port)
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(60)]
+        idle: list[socket.socket] = []
+        while len(idle) < 60:
+            if (connection := connect(server.port)) is not None:
+                idle.append(stack.enter_context(connection))
         assert all(is_closed(connection) for connection in idle[20:])
         assert threading.active_count() == threads
         assert len(os.listdir("/proc/self/fd")) - descriptors - len(idle) <= 8
@@ -111,19 +130,14 @@ def test_nothing_but_get_is_served(server: prometheus.Server) -> None:
     assert scrape(server.port, method="POST")[0] == 405
 
 
-def test_strangers_do_not_end_a_training(tmp_path: Path) -> None:
-    """A real training with few descriptors, whose port strangers hold as many connections to as they get."""
-    data, run, held = draw(tmp_path / "shapes", train=8, val=2), tmp_path / "run", []
-    flags = (
-        "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "2", "--steps", "300",
-        "--workers", "1", "--precision", "fp32", "--metrics-port", "0", "--run-dir", str(run),
-    )  # fmt: skip
-    code = TRAIN.format(limit=FEW_DESCRIPTORS)
+def flood(command: list[str], run: Path, is_enough: Callable[[int], bool], ready: Callable[[], object]) -> str:
+    """Starts a job that opens a port for Prometheus in `run`; strangers hold connections to it until `is_enough` of
+    their number or the job has ended, then `ready` is called. The job ends with exit code 0; returns its output."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", str(data), *flags], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     output: list[str] = []
+    held: list[socket.socket] = []
     reader = threading.Thread(target=lambda: output.extend(process.stdout or ()))
     reader.start()
     try:
@@ -133,9 +147,10 @@ def test_strangers_do_not_end_a_training(tmp_path: Path) -> None:
             text = (run / EVENTS).read_text() if (run / EVENTS).exists() else ""
             port = re.search(r'/metrics".*"port":(\d+)', text)
         assert port is not None, "".join(output)
-        while process.poll() is None and len(held) < 2 * FEW_DESCRIPTORS:
-            with contextlib.suppress(OSError):
-                held.append(socket.create_connection(("127.0.0.1", int(port[1])), timeout=1))
+        while process.poll() is None and not is_enough(len(held)):
+            if (connection := connect(int(port[1]))) is not None:
+                held.append(connection)
+        ready()
         assert process.wait(END_S) == 0, "".join(output)
     finally:
         process.kill()
@@ -143,6 +158,13 @@ def test_strangers_do_not_end_a_training(tmp_path: Path) -> None:
         reader.join()
         for connection in held:
             connection.close()
-    kinds = [event.kind for event in read_lines(run, EVENTS, Event)]
-    assert kinds[-1] == "finished"
-    assert "evaluated" in kinds
+    return "".join(output)
+
+
+def test_strangers_do_not_end_a_measured_loop(tmp_path: Path) -> None:
+    """A job with few descriptors, whose port strangers hold as many connections to as they get."""
+    run, all_connected = tmp_path / "run", tmp_path / "all connected"
+    command = [sys.executable, "-c", MEASURED, str(run), str(all_connected)]
+    flood(command, run, lambda held: held >= 2 * FEW_DESCRIPTORS, all_connected.touch)
+    assert (run / "state").read_text() == "saved"
+    assert [event.kind for event in read_lines(run, EVENTS, Event)][-1] == "finished"

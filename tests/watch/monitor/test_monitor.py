@@ -455,7 +455,7 @@ def test_an_alert_ends_an_external_job(tmp_path: Path) -> None:
     loop = "for n in range(1200):\n    time.sleep(0.05)\n    print(f'step {n} loss={1 / (n + 1)}', flush=True)\n"
     job.write_text(f"import time\n{loop}")
     flags = ["--alert", "loss < 2", "--alert-exit", "--alert-command", "exit 3"]
-    watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", str(tmp_path / "run"), "--no-hook"]
+    watch = [sys.executable, "-m", "stoker_watch", "watch", "--run-dir", str(tmp_path / "run"), "--no-hook"]
     command = [*watch, *flags, "--", sys.executable, str(job)]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=50).returncode == -signal.SIGTERM
     recorded = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]

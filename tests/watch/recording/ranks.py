@@ -11,12 +11,11 @@ import threading
 import time
 import warnings
 
+import stoker_watch
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-import stoker
 
 STEPS, SLEEP_S = 40, 0.03
 
@@ -38,7 +37,7 @@ def main(run: str, how: str) -> None:
     warnings.simplefilter("error", RuntimeWarning)
     if how != "slow link":
         dist.init_process_group("gloo")
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         if how == "slow link":
             dist.init_process_group("gloo")
         model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)))

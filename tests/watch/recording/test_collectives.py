@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+nn = torch.nn
+DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
 
 from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
 

@@ -29,6 +29,7 @@ from stoker_watch.recording.telemetry.host import OtherProcesses
 from stoker_watch.runs.records import STACKS, RunFolder, read_lines
 from stoker_watch.runs.schemas import StackWindow
 from stoker_watch.watch import watch
+
 from tests.bounded import bounded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -277,7 +278,6 @@ def test_a_command_and_variables_of_a_terabyte_are_read_within_bounds(monkeypatc
             assert list(OtherProcesses().sample(1.0, 2.0, set())) == ["a-program-of-15"]
             assert stacks._Process(job.pid).rank == 0
             assert sampler._variables_of(job.pid) == {}
-            assert gpu_rules._command(job.pid).endswith(")")
             process = watch._open_process(job.pid)
             assert watch._describe_environment(process)["argv"]
     finally:

@@ -3,15 +3,15 @@
 import math
 from collections import UserDict, namedtuple
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
-
 from stoker_watch.recording.hook.stoker_hook.instruments import count_images
 from stoker_watch.recording.torch_hooks import ScalarLogger
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
 
 
 class SlowStream:

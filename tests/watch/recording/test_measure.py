@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import stoker
+import stoker_watch
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError, DataError, UsageError
@@ -42,10 +40,10 @@ def windows(run: Path) -> list[StepWindow]:
     return list(read_lines(run, STEPS, StepWindow))
 
 
-def pairs(count: int, wait_s: float = 0.0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(count: int, wait_s: float = 0.0) -> Iterator[tuple[list[float], list[int]]]:
     for _ in range(count):
         time.sleep(wait_s)
-        yield torch.zeros(4, 3), torch.zeros(4)
+        yield [0.5] * 4, [0] * 4
 
 
 @pytest.fixture
@@ -54,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_every_second_is_in_its_phase(run: Path) -> None:
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         for _ in m.data(pairs(10, wait_s=0.02)):
             with m.step():
                 time.sleep(0.01)
@@ -83,7 +81,7 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
             yield [1, 2]
 
     for name, busy in (("works", True), ("waits", False)):
-        with stoker.measure(run / name) as m:
+        with stoker_watch.measure(run / name) as m:
             for _ in m.data(batches(busy)):
                 with m.step():
                     pass
@@ -94,7 +92,7 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
 
 
 def test_why_explains_it_like_any_run(run: Path) -> None:
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         assert explain_run(run).state == "running"
         for _ in m.data(pairs(20, wait_s=0.02)):
             with m.step():
@@ -107,7 +105,7 @@ def test_why_explains_it_like_any_run(run: Path) -> None:
 
 def test_lines_are_written_while_it_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_module, "WINDOW_S", 0.05)
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         deadline_s = time.monotonic() + 60
         while not windows(run) and time.monotonic() < deadline_s:
             with m.step(num_images=2):
@@ -119,7 +117,7 @@ def test_lines_are_written_while_it_runs(run: Path, monkeypatch: pytest.MonkeyPa
 
 def test_batches_come_through_as_they_are(run: Path) -> None:
     source = [object(), object(), object()]
-    with stoker.measure(run, num_images=1) as m:
+    with stoker_watch.measure(run, num_images=1) as m:
         data = m.data(source)
         assert len(data) == 3
         assert list(data) == list(data) == source
@@ -138,7 +136,7 @@ def test_batches_come_through_as_they_are(run: Path) -> None:
     ids=["a batch without a length", "not known", "none"],
 )
 def test_batches_whose_images_are_not_known_are_reported_once(run: Path, num_images: Any, infos: int) -> None:
-    with stoker.measure(run, num_images=num_images) as m:
+    with stoker_watch.measure(run, num_images=num_images) as m:
         for _ in m.data(["a", "b", "c"]):
             with m.step():
                 pass
@@ -152,7 +150,7 @@ def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:
         yield 1
         raise DataError("a bad image")
 
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         with pytest.raises(DataError, match="bad image"):
             list(m.data(torn()))
         with pytest.raises(KeyError), m.step():
@@ -164,7 +162,7 @@ def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:
 
 
 def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         waiting = iter(m.data(pairs(2, wait_s=0.03)))
         start_s = time.perf_counter()
         with m.step():
@@ -181,7 +179,7 @@ def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
 
 
 def test_validation_data_is_evaluation_and_counts_no_images(run: Path) -> None:
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         with m.phase("eval"):
             list(m.data(pairs(3, wait_s=0.02)))
             with m.phase("checkpoint"):
@@ -195,7 +193,8 @@ def test_validation_data_is_evaluation_and_counts_no_images(run: Path) -> None:
 
 
 def test_losses_lr_and_norms_are_means_of_the_window(run: Path) -> None:
-    with stoker.measure(run) as m:
+    torch = pytest.importorskip("torch")
+    with stoker_watch.measure(run) as m:
         for loss in (1.0, torch.tensor(3.0, requires_grad=True), float("nan")):
             with m.step():
                 pass
@@ -220,7 +219,7 @@ def test_losses_lr_and_norms_are_means_of_the_window(run: Path) -> None:
     ],
 )
 def test_the_end_is_recorded(run: Path, error: BaseException, code: int | None) -> None:
-    with pytest.raises(type(error)), stoker.measure(run):
+    with pytest.raises(type(error)), stoker_watch.measure(run):
         raise error
     last = events(run)[-1]
     if code is None:
@@ -234,7 +233,7 @@ def test_the_end_is_recorded(run: Path, error: BaseException, code: int | None) 
 
 def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
     for first_step in (None, None, 2):
-        with stoker.measure(run, first_step=first_step, price_per_device_hour=2.5) as m:
+        with stoker_watch.measure(run, first_step=first_step, price_per_device_hour=2.5) as m:
             for _ in range(3):
                 with m.step(num_images=1):
                     time.sleep(0.01)
@@ -254,22 +253,22 @@ def test_folders_of_other_runs_are_refused(run: Path) -> None:
     run.mkdir()
     (run / CONFIG).touch()
     with pytest.raises(UsageError, match="run of a training by stoker"):
-        stoker.measure(run).__enter__()
+        stoker_watch.measure(run).__enter__()
     other = run.with_name("other")
-    with stoker.measure(other), pytest.raises(UsageError, match="is open"), stoker.measure(run):
+    with stoker_watch.measure(other), pytest.raises(UsageError, match="is open"), stoker_watch.measure(run):
         pass
     other.mkdir(exist_ok=True)
     with locked(other) as free:
         assert free
         with pytest.raises(UsageError) as caught:
-            stoker.measure(other).__enter__()
+            stoker_watch.measure(other).__enter__()
     assert "after init_process_group" in str(caught.value)
 
 
 def test_wrong_use_is_an_error(run: Path) -> None:
     with pytest.raises(UsageError, match="outside of its block"):
-        stoker.measure(run).data([])
-    with stoker.measure(run) as m:
+        stoker_watch.measure(run).data([])
+    with stoker_watch.measure(run) as m:
         with pytest.raises(UsageError) as caught, m.phase("breakfast"):
             pass
         assert caught.value.choices == PHASES
@@ -295,7 +294,7 @@ def test_without_a_folder_it_takes_the_next_number(run: Path, monkeypatch: pytes
     run.mkdir()
     monkeypatch.chdir(run)
     for number in (1, 2):
-        with stoker.measure(name="mine") as m:
+        with stoker_watch.measure(name="mine") as m:
             assert m.path == Path("runs") / f"mine-{number}"
 
 
@@ -303,7 +302,7 @@ def test_a_failure_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path)
     def broken(min_s: float) -> None:  # noqa: ARG001
         raise OSError("the driver is gone")
 
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         m._ledger.window = broken  # type: ignore[assignment]
         m._window_start_s -= 10
         with pytest.warns(RuntimeWarning, match="nothing is recorded from here on: OSError: the driver"):
@@ -316,7 +315,7 @@ def test_a_failure_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path)
 
 
 def test_a_forked_process_writes_nothing_and_holds_nothing(run: Path) -> None:
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         with m.step():
             pass
         handles = Path("/proc/self/fd")
@@ -341,7 +340,7 @@ def test_a_forked_process_writes_nothing_and_holds_nothing(run: Path) -> None:
 def test_alerts_are_sent_and_a_forked_child_sends_none(run: Path) -> None:
     told = run.parent / "told"
     monitor = MonitoringOptions(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
-    with stoker.measure(run, monitor=monitor) as m:
+    with stoker_watch.measure(run, monitor=monitor) as m:
         with m.step():
             m.log(loss=9.0)
         child = os.fork()
@@ -356,15 +355,16 @@ def test_alerts_are_sent_and_a_forked_child_sends_none(run: Path) -> None:
     assert [json.loads(line + "}")["rule"] for line in told.read_text().split("}")[:-1]] == ["loss > 5", "on finished"]
     with (
         pytest.raises(ConfigError, match="not a valid rule"),
-        stoker.measure(run, monitor=MonitoringOptions(alert=("x",))),
+        stoker_watch.measure(run, monitor=MonitoringOptions(alert=("x",))),
     ):
         raise AssertionError("entered")
-    with stoker.measure(run):
+    with stoker_watch.measure(run):
         pass  # the folder is free again
 
 
 def test_loader_workers_record_nothing(run: Path) -> None:
-    with stoker.measure(run) as m:
+    torch = pytest.importorskip("torch")
+    with stoker_watch.measure(run) as m:
         loader = torch.utils.data.DataLoader(torch.arange(12).reshape(6, 2), batch_size=2, num_workers=1)
         with m.phase("eval"):
             for _ in m.data(torch.utils.data.DataLoader(torch.arange(6))):  # another one's workers
@@ -380,8 +380,8 @@ def test_loader_workers_record_nothing(run: Path) -> None:
 
 
 LOOP = """
-import sys, time, stoker
-with stoker.measure(sys.argv[1], num_images=lambda batch: batch) as m:
+import sys, time, stoker_watch
+with stoker_watch.measure(sys.argv[1], num_images=lambda batch: batch) as m:
     for batch in m.data(range(10**9)):
         with m.step():
             time.sleep(0.001)
@@ -419,8 +419,8 @@ def test_a_killed_loop_reads_as_a_dead_run(run: Path) -> None:
 
 
 NOT_LEFT = """
-import sys, stoker
-m = stoker.measure(sys.argv[1]).__enter__()
+import sys, stoker_watch
+m = stoker_watch.measure(sys.argv[1]).__enter__()
 with m.step():
     pass
 raise ValueError("the block is not left")
@@ -439,7 +439,7 @@ def test_the_loop_samples_its_own_stacks(tmp_path: Path) -> None:
     deadline_s = time.monotonic() + 60
     lines: list[str] = []
     roles: set[str] = set()
-    with stoker.measure(tmp_path / "run") as m:
+    with stoker_watch.measure(tmp_path / "run") as m:
         # children of this process are sampled in turn with it, and a short window may see only the reading below
         while not any("test_measure.py" in line for line in lines) and time.monotonic() < deadline_s:
             with m.step():
@@ -455,7 +455,7 @@ def test_the_loop_samples_its_own_stacks(tmp_path: Path) -> None:
 
 def test_the_samples_end_with_the_block_also_while_forked_workers_live(tmp_path: Path) -> None:
     """They have the other end of what tells the sampling process to end."""
-    with stoker.measure(tmp_path / "run") as m:
+    with stoker_watch.measure(tmp_path / "run") as m:
         with m.step():
             pass
         reader, writer = os.pipe()
@@ -472,7 +472,7 @@ def test_the_samples_end_with_the_block_also_while_forked_workers_live(tmp_path:
 
 
 def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space"), stoker.measure(tmp_path / "run"):
+    with pytest.raises(OSError, match="No space"), stoker_watch.measure(tmp_path / "run"):
         os.write(os.open("/dev/full", os.O_WRONLY), b"x")
     (failed,) = [event for event in events(tmp_path / "run") if event.kind == "failed"]
     assert failed.text == "OSError: [Errno 28] No space left on device"
@@ -485,7 +485,7 @@ def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> No
 ROOT = Path(__file__).parents[3]
 HOSTILE = """
 import fcntl, os, signal, sys, time
-import stoker
+import stoker_watch
 what, run = sys.argv[1:]
 if what == "closes the standard descriptors":
     for fd in range(3):
@@ -493,7 +493,7 @@ if what == "closes the standard descriptors":
 if what == "removes its folder":
     os.chdir(run)
     os.rmdir(run)
-with stoker.measure(run) as m:
+with stoker_watch.measure(run) as m:
     with m.step():
         pass
     m._write_window()

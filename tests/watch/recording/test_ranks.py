@@ -11,6 +11,8 @@ import pytest
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
+
+pytest.importorskip("torch")
 from tests.watch.recording import ranks
 
 pytestmark = pytest.mark.slow

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo.callback
-
-import stoker
+import stoker_watch
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.recording.torch_hooks import LazyDeviceClock
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch._dynamo.callback")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_saving_is_a_checkpoint_and_torch_is_as_before_afterwards(run: Path) -> 
             return (int, ())
 
     before = torch.save
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         start_s = time.perf_counter()
         with m.step():
             assert torch.save is not before
@@ -46,7 +46,7 @@ def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
         with handler.install_callbacks(torch._dynamo.callback.CallbackTrigger.DYNAMO, "0"):
             time.sleep(seconds)
 
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         start_s = time.perf_counter()
         with m.step():
             compile_for(0.05)
@@ -63,7 +63,7 @@ def test_a_real_compilation_is_seen(run: Path) -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).relu()
 
-    with stoker.measure(run) as m:
+    with stoker_watch.measure(run) as m:
         for _ in range(2):
             with m.step():
                 double(torch.ones(3, requires_grad=True)).sum().backward()
@@ -112,6 +112,6 @@ def test_a_gpu_that_the_loop_does_not_use_is_not_asked_for(run: Path, monkeypatc
     monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
     for name in ("is_available", "device_count", "current_device_index"):
         monkeypatch.setattr(torch.accelerator, name, touched)
-    with stoker.measure(run) as m, m.step():
+    with stoker_watch.measure(run) as m, m.step():
         pass
     assert read_run(run).totals.steps == 1

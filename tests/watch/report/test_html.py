@@ -15,12 +15,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plotly.offline import get_plotlyjs
-
 from stoker_watch.cli.app import main
 from stoker_watch.errors import UsageError
 from stoker_watch.report.explain import PHASE_COLORS
-from stoker_watch.report.html import render, write_report
+from stoker_watch.report.html import _plotly, render, write_report
 from stoker_watch.report.page import charts as charts_module
 from stoker_watch.report.page.markup import Markup, escape, tag
 from stoker_watch.report.run_report import RunReport, collect
@@ -151,7 +149,7 @@ def page(run: Path) -> str:
 
 def without_plotly(page: str) -> str:
     """The page without plotly's source."""
-    plotly = get_plotlyjs()
+    plotly = str(_plotly())
     assert page.count(plotly) == 1
     return page.replace(plotly, "")
 
@@ -283,7 +281,7 @@ def test_no_text_of_a_chart_ends_the_script() -> None:
 
 
 def test_the_page_makes_no_requests(page: str) -> None:
-    assert "</script" not in get_plotlyjs()
+    assert "</script" not in str(_plotly())
     own = without_plotly(page)
     assert not re.search(r"""(src|href|action|data|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", own)
     assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//|<link|<iframe|<base", own)
@@ -416,7 +414,7 @@ def test_a_run_that_has_just_started(tmp_path: Path) -> None:
     ):
         assert sentence in page
     assert "n/a" in page
-    assert get_plotlyjs() not in page  # no chart, no plotly
+    assert str(_plotly()) not in page  # no chart, no plotly
 
 
 def test_an_empty_run(tmp_path: Path) -> None:

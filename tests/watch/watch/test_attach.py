@@ -264,8 +264,8 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_the_command_records_processors_and_memory_of_the_job(tmp_path: Path) -> None:
     code = "import time\nx = bytearray(300 * 2**20)\nend = time.time() + 6\nwhile time.time() < end: pass"
     process = subprocess.Popen([sys.executable, "-c", code])
-    done = subprocess.run([sys.executable, "-m", "stoker", "watch", "--pid", str(process.pid), "--run-dir", "run"],
-                          cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    watch = [sys.executable, "-m", "stoker_watch", "watch", "--pid", str(process.pid), "--run-dir", "run"]
+    done = subprocess.run(watch, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
     assert process.wait() == 0
     assert done.returncode == 0
     assert done.stdout == ""

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 
 from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 from tests.watch.watch.test_hook import ran
 from tests.watch.watch.test_mistakes import reported
+
+torch = pytest.importorskip("torch")
+DataLoader, IterableDataset = torch.utils.data.DataLoader, torch.utils.data.IterableDataset
+Subset, TensorDataset = torch.utils.data.Subset, torch.utils.data.TensorDataset
 
 IMAGES = torch.rand(1200, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 Loaders = Iterator[tuple[Any, Any]]

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 ]  # fmt: skip
 
-WATCH = [sys.executable, "-m", "stoker", "watch", "--run-dir", "run"]
+WATCH = [sys.executable, "-m", "stoker_watch", "watch", "--run-dir", "run"]
 TRAIN = """
 import os, sys, time
 kept = []
