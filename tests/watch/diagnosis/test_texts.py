@@ -3,6 +3,7 @@
 The patterns are written here, not taken from the code; the flags are those of the command line's help.
 """
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from stoker_watch.diagnosis.engine import CATALOG, run_rules
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.reader import read_run
-from stoker_watch.diagnosis.run_data import LogLine, Termination
+from stoker_watch.diagnosis.run_data import LogLine, RunRecords, Termination
 from stoker_watch.findings.finding import Finding
 from stoker_watch.report.explain import PHASE_MEANINGS
 from stoker_watch.report.sizing import advise_sizing, resource_usage
@@ -117,37 +118,51 @@ def check(text: str, flags: set[str], *, has_device: bool) -> None:
         assert not re.search(DEVICE, re.sub(TOLD_OF_DEVICES, "", text)), text
 
 
-def foreign(case: dict[str, Any], frameworks: str, *, external: bool) -> dict[str, Any]:
+def foreign(case: dict[str, Any], *, external: bool) -> dict[str, Any]:
     """The case as a watched job, or as one inside of `stoker.measure`."""
-    events = [*case.get("events", ()), ("info", "", {"coverage": {"inside the job": f"recorded: {frameworks}"}})]
-    inside = [] if not frameworks else events[-1:]
-    return {**case, "external": external, "config": None, "events": [*case.get("events", ()), *inside]}
+    inside = ("info", "", {"coverage": {"inside the job": f"recorded: {MAIN[0]}"}})
+    return {**case, "external": external, "config": None, "events": [*case.get("events", ()), inside]}
 
 
-@pytest.mark.parametrize("frameworks", FRAMEWORKS)
-def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(frameworks: str, flags: set[str], tmp_path: Path) -> None:
-    seen: dict[str, str] = {}
+MAIN = ("torch 2.9.0", "TensorFlow 2.20.0", "")
+
+
+@pytest.mark.parametrize("all_pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(all_pairs: bool, flags: set[str], tmp_path: Path) -> None:
+    """Of all cases and the main frameworks, and of each other one the cases with names of its own; or of all pairs. A
+    run is written and read once, and then said to be of each framework; without a GPU and in `stoker.measure`, of one.
+    """
+    seen: dict[str, dict[str, str]] = {frameworks: {} for frameworks in FRAMEWORKS}
     for number, (name, has) in enumerate([*((name, has) for name, (has, _) in CASES.items()), *MORE_CASES.items()]):
-        for on_gpu, external in ((False, True), (True, True), (False, False)):
-            case = foreign(has, frameworks, external=external)
+        for on_gpu, external in ((True, True), (False, True), (False, False)):
+            case = foreign(has, external=external)
             if on_gpu:
                 case = {"gpus": 1} | case
             run = read_run(make_run(tmp_path / f"{number}-{on_gpu}-{external}", **({"facts": FACTS} | case)))
-            has_device = bool(case.get("gpus"))
-            found = run_rules(run)
-            for finding in [*found, *collect_notes(run, found), *advise_sizing(resource_usage(run, {}))]:
-                text = whole_text(finding)
-                check(text, flags, has_device=has_device)
-                seen[finding.id] = text
-                for pattern in FRAMEWORKS[frameworks]:
-                    assert not re.search(pattern, f"{finding.fix}\n{finding.command}"), (name, finding.fix)
-            meanings = "; ".join(PHASE_MEANINGS[phase] for phase in run.totals.phases if phase != "h2d")
-            assert has_device or not re.search(DEVICE, meanings)
-    missing = set(CATALOG) - seen.keys() - NATIVE_ONLY - {"augmentation_heavy", "training_from_scratch"}
-    assert not missing, f"no case as a watched job: {missing}"
-    for (cause, framework), api in OWN_API.items():
-        if framework == frameworks:
-            assert api in seen[cause], (cause, seen[cause])
+            assert run.frameworks == f"recorded: {MAIN[0]}"
+            for frameworks in FRAMEWORKS if on_gpu or all_pairs else MAIN[:1]:
+                if all_pairs or frameworks in MAIN or (name, frameworks) in OWN_API:
+                    run = dataclasses.replace(run, frameworks=frameworks and f"recorded: {frameworks}")
+                    seen[frameworks] |= check_findings(run, frameworks, flags, has_device=bool(case.get("gpus")))
+    for frameworks in FRAMEWORKS if all_pairs else MAIN[:1]:
+        missing = set(CATALOG) - seen[frameworks].keys() - NATIVE_ONLY - {"augmentation_heavy", "training_from_scratch"}
+        assert not missing, f"no case as a watched job: {missing}"
+    for (cause, frameworks), api in OWN_API.items():
+        assert api in seen[frameworks][cause], (cause, frameworks)
+
+
+def check_findings(run: RunRecords, frameworks: str, flags: set[str], *, has_device: bool) -> dict[str, str]:
+    """Checks all findings of a run; returns their texts by id."""
+    seen: dict[str, str] = {}
+    found = run_rules(run)
+    for finding in [*found, *collect_notes(run, found), *advise_sizing(resource_usage(run, {}))]:
+        text = seen[finding.id] = whole_text(finding)
+        check(text, flags, has_device=has_device)
+        for pattern in FRAMEWORKS[frameworks]:
+            assert not re.search(pattern, f"{finding.fix}\n{finding.command}"), (frameworks, finding.fix)
+    meanings = "; ".join(PHASE_MEANINGS[phase] for phase in run.totals.phases if phase != "h2d")
+    assert has_device or not re.search(DEVICE, meanings)
+    return seen
 
 
 @pytest.mark.parametrize("frameworks", FRAMEWORKS)
