@@ -140,10 +140,14 @@ def test_no_cause_says_to_a_foreign_job_what_it_does_not_have(all_pairs: bool, f
                 case = {"gpus": 1} | case
             run = read_run(make_run(tmp_path / f"{number}-{on_gpu}-{external}", **({"facts": FACTS} | case)))
             assert run.frameworks == f"recorded: {MAIN[0]}"
-            for frameworks in FRAMEWORKS if on_gpu or all_pairs else MAIN[:1]:
-                if all_pairs or frameworks in MAIN or (name, frameworks) in OWN_API:
+            ids: set[str] | None = None
+            for frameworks in FRAMEWORKS:  # MAIN[0] is the first
+                has_own_name = any(cause in (ids or ()) for cause, framework in OWN_API if framework == frameworks)
+                if all_pairs or ids is None or (on_gpu and frameworks in MAIN) or has_own_name:
                     run = dataclasses.replace(run, frameworks=frameworks and f"recorded: {frameworks}")
-                    seen[frameworks] |= check_findings(run, frameworks, flags, has_device=bool(case.get("gpus")))
+                    texts = check_findings(run, frameworks, flags, has_device=bool(case.get("gpus")))
+                    seen[frameworks] |= texts
+                    ids = set(texts) if ids is None else ids
     for frameworks in FRAMEWORKS if all_pairs else MAIN[:1]:
         missing = set(CATALOG) - seen[frameworks].keys() - NATIVE_ONLY - {"augmentation_heavy", "training_from_scratch"}
         assert not missing, f"no case as a watched job: {missing}"
