@@ -59,6 +59,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
                 drawn.rename(shared / drawn.name)
 
 
+@pytest.fixture(autouse=True)
+def own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that a test runs in its own process would end this process a minute later (`_end_soon`)."""
+    if "stoker_watch.cli.app" in sys.modules:
+        monkeypatch.setattr("stoker_watch.cli.app._end_soon", lambda _: None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Gives freed memory back: a process that has trained on a CPU keeps it (`configure_malloc`), and the heap of one

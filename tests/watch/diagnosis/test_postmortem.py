@@ -31,6 +31,8 @@ from stoker_watch.runs.records import (
 )
 from stoker_watch.runs.schemas import DeviceSample, GpuSample, StackWindow, StepWindow
 
+from tests.needs import needs
+
 LINES = {id: [sample.text for sample in ending.samples] for id, ending in endings().items()}
 """Ending → lines that such jobs printed."""
 
@@ -108,9 +110,10 @@ def run_python(code: str, *, address_space: int | None = None) -> subprocess.Com
     ("code", "cause", "line"),
     [
         ("bytearray(10**10)", "host_out_of_memory", "MemoryError"),
-        ("import numpy; numpy.ones(10**10)", "host_out_of_memory", "Unable to allocate 74.5 GiB for an array"),
+        pytest.param("import numpy; numpy.ones(10**10)", "host_out_of_memory",
+                     "Unable to allocate 74.5 GiB for an array", marks=needs("numpy")),
         pytest.param("import torch; torch.empty(1 << 45)", "host_out_of_memory",
-                     "DefaultCPUAllocator: can't allocate memory", marks=pytest.mark.slow),
+                     "DefaultCPUAllocator: can't allocate memory", marks=(pytest.mark.slow, needs("torch"))),
         ("open('/dev/full', 'w').write('x' * 100000)", "disk_full", "OSError: [Errno 28] No space left on device"),
         ("import ctypes; ctypes.CDLL('libcudnn_cnn_infer.so.8')", "library_missing", "libcudnn_cnn_infer.so.8"),
         ("import no_such_package", "package_missing", "ModuleNotFoundError: No module named 'no_such_package'"),
@@ -520,6 +523,8 @@ def test_a_long_output_is_read_from_its_end_with_the_files_line_numbers(tmp_path
 TRAIN = """
 import os, signal, sys, pathlib
 from stoker_watch.runs.records import RunFolder, locked
+
+from tests.needs import needs
 run = pathlib.Path(sys.argv[1])
 with locked(run):
     RunFolder(run, 2).event("resumed")

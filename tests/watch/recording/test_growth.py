@@ -14,6 +14,8 @@ from stoker_watch.recording.calls import describe_growth, find_growing_line
 from stoker_watch.recording.hook.stoker_hook import growth
 from stoker_watch.recording.hook.stoker_hook.growth import GrowthFinder
 
+from tests.needs import needs
+
 MIB = 1 << 20
 HEAD = "import collections\nimport numpy as np\nimport torch\n"
 GRAPH = HEAD + (
@@ -77,6 +79,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     sys.modules.pop("growing_job", None)
 
 
+@needs("torch", "numpy")
 @pytest.mark.parametrize(
     ("source", "name", "line", "graph"),
     [
@@ -97,6 +100,7 @@ def test_the_holder_is_named_with_the_line_that_adds_to_it(
         assert first["bytes"] == pytest.approx(2 * MIB * added, rel=0.01)
 
 
+@needs("torch", "numpy")
 @pytest.mark.parametrize(
     ("source", "memory"),
     [

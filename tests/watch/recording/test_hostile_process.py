@@ -192,7 +192,8 @@ def test_the_sampler_gives_up_with_a_reason(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(RemoteStacks, "read", refuse)
     folder, reasons = RunFolder(tmp_path, 1), list[str]()
     with stacks.StackSampler(folder, os.getpid(), on_status=reasons.append) as opened:
-        opened._thread.join(60)
+        while not reasons:
+            opened._stop.wait(0.01)
     folder.close()
     assert reasons == ["not recorded: UnreadableError: it takes too much"]
 
@@ -293,7 +294,8 @@ def sampled_pids(run: Path) -> set[int]:
 
 
 CLOSED = """
-import ctypes, sys
+import ctypes, sys, time
+while time.process_time() < 0.05: pass  # several ticks of the kernel's clock
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 print("ready", flush=True)
 sys.stdin.readline()

@@ -22,6 +22,8 @@ from stoker_watch.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
+
+from tests.needs import needs
 from tests.timing import undisturbed_once
 from tests.watch.watch import hook_jobs
 
@@ -122,6 +124,7 @@ def check_loop(state: HookState, itself: dict[str, float]) -> None:
     assert phases["input_wait"] >= hook_jobs.TRAINING_NAPS * hook_jobs.WAIT_S
 
 
+@needs("torch")
 @pytest.mark.slow
 def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +155,7 @@ def run_patched(job: str, directory: Path) -> None:
     clock.clock._finish()
 
 
+@needs("torch")
 @pytest.mark.slow
 @undisturbed_once
 def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -191,6 +195,7 @@ json.dump({"saved": known["naps"]}, open("known.json", "w"))
 )
 
 
+@needs("torch")
 @pytest.mark.slow
 def test_saving_by_pickle_is_a_checkpoint(tmp_path: Path) -> None:
     ran([sys.executable, "-c", SAVES_BY_PICKLE], tmp_path)
@@ -215,6 +220,7 @@ for x, y in DataLoader((Work if sys.argv[1] == "works" else Slow)(64), 4):
 """
 
 
+@needs("torch")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["works", "sleeps"])
 def test_a_loader_that_works_in_the_thread_is_told_from_one_that_waits(how: str, tmp_path: Path) -> None:
@@ -240,6 +246,7 @@ def test_an_error_in_it_is_reported_and_the_job_goes_on(tmp_path: Path) -> None:
     assert said.read_text().startswith("keras.src.models.model: AttributeError")
 
 
+@needs("torch")
 @pytest.mark.slow
 @undisturbed_once
 def test_a_watched_loop_and_its_explanation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -272,6 +279,7 @@ def test_without_the_hook_or_python_there_is_a_reason(tmp_path: Path) -> None:
     assert event.data["coverage"]["inside the job"] == "not recorded: --no-hook"
 
 
+@needs("torch")
 @pytest.mark.slow
 @undisturbed_once
 def test_validations_by_hand_are_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -322,6 +330,7 @@ open("known.txt", "w").write(str(known_s))
 """
 
 
+@needs("torch")
 def test_eval_of_a_model_that_has_its_own_begins_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
@@ -332,6 +341,7 @@ def test_eval_of_a_model_that_has_its_own_begins_an_evaluation(tmp_path: Path) -
     assert phase_seconds(read_state(tmp_path), None)["eval"] == pytest.approx(known_s, rel=0.1)
 
 
+@needs("torch")
 def test_workers_that_are_started_again_are_counted(tmp_path: Path) -> None:
     """Not the first start, before the first step; once more for the loader that keeps its own."""
     (tmp_path / "job.py").write_text(hook_jobs.RESTARTS)
@@ -342,6 +352,7 @@ def test_workers_that_are_started_again_are_counted(tmp_path: Path) -> None:
     assert 0 < state.values["worker_start_s"] <= phases["input_wait"] + phases["unattributed"]
 
 
+@needs("pytorch_lightning", "transformers")
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "steps"), [(hook_jobs.LIGHTNING, 16), (hook_jobs.TRANSFORMERS, 8)])
 @undisturbed_once
@@ -420,6 +431,7 @@ def test_a_custom_loop_of_tensorflow(
     assert ("recompiles" in found) == (how == "retraces")
 
 
+@needs("torch")
 @pytest.mark.slow
 @undisturbed_once
 def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
@@ -439,6 +451,7 @@ def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert "rank 1 is the slow one" in finding.evidence[0].text
 
 
+@needs("torch")
 @pytest.mark.parametrize(("trained", "without"), [("copy", 12), ("model", 0)])
 def test_steps_of_an_optimizer_without_gradients_are_counted(trained: str, without: int, tmp_path: Path) -> None:
     """A copy of the model is trained, and the optimizer has the parameters of the original."""

@@ -11,6 +11,8 @@ import pytest
 
 from stoker_watch.diagnosis.causes.mistakes import mistake_evidence, mistake_kinds
 from stoker_watch.recording.hook.stoker_hook.mistakes import own_line
+
+from tests.needs import needs
 from tests.watch.watch.test_hook import PEERS, ran, watched
 
 JOB = """
@@ -111,6 +113,7 @@ MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
 ]
 
 
+@needs("torch")
 @pytest.mark.parametrize(
     ("kind", "line", "changed"), [*KINDS, *(pytest.param(*kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
 )
@@ -123,6 +126,7 @@ def test_a_mistake_is_named_with_its_line(kind: str, line: int | None, changed: 
     assert mistakes.keys() <= {kind, "zero_gradients", "weights_grow"}  # a loss without a bound makes them grow
 
 
+@needs("torch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
@@ -182,6 +186,7 @@ def test_a_loop_without_a_mistake(changed: dict[str, str], tmp_path: Path) -> No
     assert found(tmp_path, **changed) == []
 
 
+@needs("torch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "classes"),
@@ -198,6 +203,7 @@ def test_the_number_of_classes_of_a_loss(loss: str, classes: list[int], tmp_path
     assert [seen["classes"] for seen in seen_in(tmp_path) if seen["kind"] == "class_loss"] == classes
 
 
+@needs("torch")
 @pytest.mark.slow
 def test_two_models_that_share_backward_passes(tmp_path: Path) -> None:
     """As in a GAN: the generator's backward leaves gradients in the discriminator, which clears them first."""
@@ -219,6 +225,7 @@ for _ in range(120):
     assert not list((tmp_path / "state").glob("errors-*"))
 
 
+@needs("torch")
 @pytest.mark.slow
 def test_a_recurrent_network_and_a_closure(tmp_path: Path) -> None:
     """Sequences of other lengths are graphs of other sizes; LBFGS clears its gradients inside of its step."""
@@ -247,6 +254,7 @@ for step in range(60):
     assert not list((tmp_path / "state").glob("errors-*"))
 
 
+@needs("torch")
 def test_why_names_the_mistake(tmp_path: Path) -> None:
     changed = {"clear": "import time; time.sleep(0.03)"}
     (tmp_path / "job.py").write_text(JOB.format_map(PLAIN | changed))
@@ -257,6 +265,7 @@ def test_why_names_the_mistake(tmp_path: Path) -> None:
     assert "zero_grad" in finding.fix
 
 
+@needs("torch")
 @pytest.mark.slow
 def test_a_warning_of_a_framework_in_the_output_is_a_finding(tmp_path: Path) -> None:
     """Printed by PyTorch itself, as targets have another size than predictions."""

@@ -86,7 +86,7 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float
     cost: float | None
     meaning: str
-    stages: list["PhaseTime"] = []
+    stages: "list[PhaseTime]" = []
     """The stages of `input_wait`, the largest first; their fractions are of all device time too."""
 
 

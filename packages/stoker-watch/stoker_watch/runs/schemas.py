@@ -100,7 +100,7 @@ class TraceWindow(Record, kw_only=True, omit_defaults=True):
     """Kernel launches."""
     kernel_median_s: float | None = None
     """Median duration of a kernel, seconds."""
-    gaps: list["Gap"] = []
+    gaps: "list[Gap]" = []
     """The ten longest gaps without work, the longest first."""
     tensor_core_fraction: float | None = None
     """Fraction of the kernel time in kernels that use tensor cores, by their names."""

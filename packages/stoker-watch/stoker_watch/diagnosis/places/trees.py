@@ -24,7 +24,7 @@ class PlaceNode(msgspec.Struct, frozen=True, kw_only=True):
     low_s: float
     """95 % interval, of the fraction of the samples below the root."""
     high_s: float
-    nodes: list["PlaceNode"] = []
+    nodes: "list[PlaceNode]" = []
     """The largest first; the time of the node that is in none of them is its own."""
 
 
