@@ -51,15 +51,25 @@ test-slow: setup
 test-long: setup  ## tests/long.txt: what CI leaves out; before a release
 	$(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
 
-test-wheel: $(foreach version,$(WHEEL_PYTHONS),.venv-wheel-$(version)/.ready)  ## those of stoker-watch, without torch and NumPy: its wheel
-	$(foreach version,$(WHEEL_PYTHONS),OMP_NUM_THREADS=1 .venv-wheel-$(version)/bin/python -m pytest -o pythonpath=. \
-		-n 2 --dist worksteal -m "not slow and not gpu" tests/watch &&) true
+test-wheel: $(WHEEL_PYTHONS:%=.venv-wheel-%/.ready)  ## those of stoker-watch, without torch and NumPy: its wheel
+	$(foreach version,$(WHEEL_PYTHONS),.venv-wheel-$(version)/bin/python -c "$(ONLY_THE_WHEEL)" && \
+		OMP_NUM_THREADS=1 .venv-wheel-$(version)/bin/python -m pytest -o pythonpath=. -n 2 --dist worksteal -rs \
+		-m "not slow and not gpu" tests/watch &&) true
+
+ONLY_THE_WHEEL := from importlib.util import find_spec; \
+	assert 'site-packages' in find_spec('stoker_watch').origin; \
+	assert not any(map(find_spec, ('stoker', 'torch', 'torchvision', 'numpy', 'cv2', 'pyarrow', 'PIL', 'plotly')))
+
+# What the build writes there is no source of it.
+build/wheel/.ready: $(filter .uv/bin/uv,$(UV)) $(shell find packages/stoker-watch -type f -not -path '*/__pycache__/*' \
+		-not -name plotly.min.js -not -name LICENSE.plotly)
+	rm -rf build/wheel && $(UV) build --quiet --wheel --out-dir build/wheel packages/stoker-watch
+	touch $@
 
 # The packages of the tests are those of the lock, but for Python 3.10, of which it knows nothing.
-.venv-wheel-%/.ready: packages/stoker-watch/pyproject.toml $(filter .uv/bin/uv,$(UV))
+.venv-wheel-%/.ready: build/wheel/.ready
 	$(UV) venv --quiet --clear --python $(call python_version,$*) .venv-wheel-$*
-	rm -rf build/wheel && $(UV) build --quiet --wheel --out-dir build/wheel packages/stoker-watch
-	$(UV) pip install --quiet --python .venv-wheel-$*/bin/python build/wheel/*.whl \
+	$(UV) pip install --quiet --compile-bytecode --python .venv-wheel-$*/bin/python build/wheel/*.whl \
 		pytest pytest-timeout pytest-xdist hypothesis 'moto[server]' $(if $(filter 3.10,$*),,--constraint requirements.lock)
 	touch $@
 
@@ -133,4 +143,4 @@ gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network 
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh
 
 clean:
-	rm -rf .venv .venv-wheel-* .venv-oldest .venv-newest .venv-xla .uv .peers .kit
+	rm -rf .venv build .venv-wheel-* .venv-oldest .venv-newest .venv-xla .uv .peers .kit
