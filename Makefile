@@ -69,7 +69,7 @@ build/wheel/.ready: $(filter .uv/bin/uv,$(UV)) $(shell find packages/stoker-watc
 # The packages of the tests are those of the lock, but for Python 3.10, of which it knows nothing.
 .venv-wheel-%/.ready: build/wheel/.ready
 	$(UV) venv --quiet --clear --python $(call python_version,$*) .venv-wheel-$*
-	$(UV) pip install --quiet --compile-bytecode --python .venv-wheel-$*/bin/python build/wheel/*.whl \
+	$(UV) pip install --quiet --python .venv-wheel-$*/bin/python build/wheel/*.whl \
 		pytest pytest-timeout pytest-xdist hypothesis 'moto[server]' $(if $(filter 3.10,$*),,--constraint requirements.lock)
 	touch $@
 

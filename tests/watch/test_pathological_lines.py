@@ -86,7 +86,7 @@ def check_times(size: int, log: Path, units: Sequence[str], line_length: int | N
 
 
 def test_some_lines_of_each_usual_kind(tmp_path: Path) -> None:
-    check_times(60_000, tmp_path / "job.log", USUAL_UNITS, MAX_LINE_LENGTH, plain_size=60_000)
+    check_times(30_000, tmp_path / "job.log", USUAL_UNITS, MAX_LINE_LENGTH, plain_size=30_000)
 
 
 @pytest.mark.slow

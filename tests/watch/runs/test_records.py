@@ -434,8 +434,8 @@ if __name__ == "__main__":
 
 def test_a_huge_text_is_neither_stored_nor_loaded_whole(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
-    folder.event("failed", "first " + "x" * 10**7 + " last", nested={"texts": ["y" * 10**6]})
-    folder.event("info", "many", items=[str(n) for n in range(300_000)])
+    folder.event("failed", "first " + "x" * 10**6 + " last", nested={"texts": ["y" * 10**5]})
+    folder.event("info", "many", items=[f"{n:060}" for n in range(20_000)])
     folder.event("info", "a name that is not UTF-8: \udcff", name="\udcff")
     folder.close()
     assert (tmp_path / EVENTS).stat().st_size < 100_000

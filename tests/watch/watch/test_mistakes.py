@@ -64,10 +64,10 @@ def seen_in(folder: Path) -> list[dict[str, Any]]:
 
 KINDS: list[tuple[str, int | None, dict[str, str]]] = [
     ("old_gradients", 19, {"clear": "pass"}),
-    ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
     ("outer_loss", 18, {"before": "width = 1", "loss": "(y + x[:, 0] - logits).abs().mean()"}),
 ]
 MORE_KINDS: list[tuple[str, int | None, dict[str, str]]] = [
+    ("softmax_twice", 18, {"loss": "F.cross_entropy(logits.softmax(1), y)"}),
     ("optimizer_again", 15, {"clear": EVERY_20.format("Adam", 0.01)}),
     ("growing_graph", 18, {"loss": KEPT, "backward": "retain_graph=True", "end": "optimizer.step"}),
     ("eval_mode", 12, {"after": "model.eval()"}),
