@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import stoker_watch
 from PIL import Image
 
 import stoker
@@ -32,6 +33,10 @@ def result(data: Path, tmp_path_factory: pytest.TempPathFactory) -> stoker.Resul
 @pytest.fixture(scope="module")
 def model(result: stoker.Result) -> stoker.Model:
     return stoker.load(result.run, device="cpu")
+
+
+def test_a_loop_is_measured_by_stoker_watch() -> None:
+    assert stoker.measure is stoker_watch.measure
 
 
 def test_training_returns_its_run_and_scores(result: stoker.Result):
