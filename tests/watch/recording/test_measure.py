@@ -486,6 +486,7 @@ ROOT = Path(__file__).parents[3]
 HOSTILE = """
 import fcntl, os, signal, sys, time
 import stoker_watch
+stoker_watch.measure  # imported now: Python 3.13.0 cannot import `socket` where its folder was removed
 what, run = sys.argv[1:]
 if what == "closes the standard descriptors":
     for fd in range(3):
