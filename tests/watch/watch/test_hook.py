@@ -452,7 +452,7 @@ def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @needs("torch")
-@pytest.mark.parametrize(("trained", "without"), [("copy", 12), ("model", 0)])
+@pytest.mark.parametrize(("trained", "without"), [("copy", 12), pytest.param("model", 0, marks=pytest.mark.slow)])
 def test_steps_of_an_optimizer_without_gradients_are_counted(trained: str, without: int, tmp_path: Path) -> None:
     """A copy of the model is trained, and the optimizer has the parameters of the original."""
     job = f"""
