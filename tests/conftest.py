@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+
 from stoker_watch.hardware.cgroup import set_spin_count
 
 set_spin_count()  # before torch is imported, as the trainer does it
@@ -57,13 +58,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         if not drawn.is_symlink():
             with contextlib.suppress(OSError):  # another worker has drawn it meanwhile
                 drawn.rename(shared / drawn.name)
-
-
-@pytest.fixture(autouse=True)
-def own_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that a test runs in its own process would end this process a minute later (`_end_soon`)."""
-    if "stoker_watch.cli.app" in sys.modules:
-        monkeypatch.setattr("stoker_watch.cli.app._end_soon", lambda _: None)
 
 
 @pytest.hookimpl(trylast=True)

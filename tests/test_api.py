@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import stoker_watch
 from PIL import Image
 
 import stoker
+import stoker_watch
 from stoker.config.settings import from_fields, from_toml
 from stoker_watch.cli.app import app
 from stoker_watch.errors import ConfigError, DataError, UsageError

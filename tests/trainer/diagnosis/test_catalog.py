@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+
 import stoker
 import stoker_watch
+from scripts.write_causes import render_page
 from stoker.config.settings import SECTION_OF
 from stoker.preflight.catalog import rows as check_rows
 from stoker_watch.cli.app import app
@@ -18,8 +20,6 @@ from stoker_watch.diagnosis.endings import Ending, endings
 from stoker_watch.diagnosis.engine import CATALOG
 from stoker_watch.diagnosis.reference import all_entries, explain_id
 from stoker_watch.report import sizing
-
-from scripts.write_causes import render_page
 from tests.watch.diagnosis.test_catalog import NATIVE_ONLY
 
 PACKAGES = [Path(package.__file__).parent for package in (stoker_watch, stoker)]

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.runs.records import EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
-
 from tests.drawn import draw
 from tests.watch.monitor.test_metrics_port import FEW_DESCRIPTORS, flood
 

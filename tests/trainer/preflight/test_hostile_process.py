@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from stoker.preflight import gpu_rules
 
+from stoker.preflight import gpu_rules
 from tests.bounded import bounded
 from tests.watch.recording.test_hostile_process import ENDLESS
 

@@ -10,6 +10,7 @@ import pytest
 from stoker.preflight import variables
 from stoker.preflight.variables import TABLE, check_variables
 from stoker_watch.findings.finding import Finding
+from tests import sources
 from tests.watch.storage.servers import NO_CREDENTIALS, apply, google_server
 
 CLUSTER = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
@@ -148,8 +149,7 @@ def test_buckets_are_contacted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_of_stokers_variables_are_known() -> None:
     """A variable that the code reads is in the table, or typing it right would be called an error."""
-    package = Path(variables.__file__).parents[1]
-    texts = [path.read_text() for path in package.rglob("*.py") if path != Path(variables.__file__)]
+    texts = [path.read_text() for _, path in sources.python_files() if path != Path(variables.__file__)]
     named = {name for text in texts for name in re.findall(r"\bSTOKER_[A-Z][A-Z_]*[A-Z]\b", text)}
     assert named - {*TABLE.stoker, *TABLE.internal} == set()
     assert set(TABLE.stoker) <= named

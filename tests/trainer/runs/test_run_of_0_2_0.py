@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker.config.settings import AUTO, SECTION_OF, Config, from_run, setting_rows
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.checkpoint import Manifest, healthy_steps
 from stoker_watch.runs import records
-
 from tests.watch.runs.test_run_of_0_2_0 import RUN, lost_fields
 
 

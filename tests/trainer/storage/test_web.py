@@ -5,9 +5,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
 import stoker
 from stoker.preflight import cloud, host
-
 from tests.watch.storage.test_web import Server, servers
 
 __all__ = ["servers"]

@@ -22,7 +22,9 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/a-step.md"
 
 def named_functions() -> list[tuple[str, CodeType]]:
     """(name, code) of the rows, in order; of the module that the row links to, or one that it imports the name from."""
-    rows = re.findall(r"^\| (\d+) \| \[`([\w.]+)`\]\(\.\./(stoker/[\w/]+)\.py\)", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| \[`([\w.]+)`\]\(\.\./packages/stoker/(stoker/[\w/]+)\.py\)", PAGE.read_text(), re.MULTILINE
+    )
     assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1))
     found = []
     for _, name, path in rows:

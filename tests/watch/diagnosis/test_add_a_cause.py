@@ -11,7 +11,6 @@ from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.causes import cause as cause_rows
 from stoker_watch.diagnosis.engine import CATALOG, RULES
 from stoker_watch.knowledge import parse_toml
-
 from tests.watch.diagnosis import cases
 from tests.watch.diagnosis.built import make_run
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.cli.app import app
 from stoker_watch.diagnosis import causes
 from stoker_watch.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold

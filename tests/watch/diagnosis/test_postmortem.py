@@ -30,7 +30,6 @@ from stoker_watch.runs.records import (
     locked,
 )
 from stoker_watch.runs.schemas import DeviceSample, GpuSample, StackWindow, StepWindow
-
 from tests.needs import needs
 
 LINES = {id: [sample.text for sample in ending.samples] for id, ending in endings().items()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.cli import trainer
 from stoker_watch.diagnosis.causes.cause import fill_apis
 from stoker_watch.diagnosis.endings import endings

@@ -11,11 +11,12 @@ import threading
 import time
 import warnings
 
-import stoker_watch
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import stoker_watch
 
 STEPS, SLEEP_S = 40, 0.03
 

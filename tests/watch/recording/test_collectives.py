@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
 
 torch = pytest.importorskip("torch")
@@ -12,7 +13,6 @@ dist = pytest.importorskip("torch.distributed")
 nn = torch.nn
 DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
 
-from stoker_watch.recording.hook.stoker_hook.instruments import patch_collectives
 
 SLOW_S = 0.02
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from stoker_watch.recording.telemetry import environment
 from stoker_watch.recording.telemetry.environment import (
     describe,

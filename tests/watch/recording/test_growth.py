@@ -13,7 +13,6 @@ import pytest
 from stoker_watch.recording.calls import describe_growth, find_growing_line
 from stoker_watch.recording.hook.stoker_hook import growth
 from stoker_watch.recording.hook.stoker_hook.growth import GrowthFinder
-
 from tests.needs import needs
 
 MIB = 1 << 20

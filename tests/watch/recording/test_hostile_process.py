@@ -19,7 +19,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.preflight import gpu_rules
 from stoker_watch.recording import frames, remote_stacks, stacks
 from stoker_watch.recording.calls import read_source_lines
 from stoker_watch.recording.frames import Frame
@@ -29,7 +28,6 @@ from stoker_watch.recording.telemetry.host import OtherProcesses
 from stoker_watch.runs.records import STACKS, RunFolder, read_lines
 from stoker_watch.runs.schemas import StackWindow
 from stoker_watch.watch import watch
-
 from tests.bounded import bounded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")

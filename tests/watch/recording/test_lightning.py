@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import PreflightError
 from stoker_watch.recording.callbacks import load_class
 from stoker_watch.runs.records import EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
-
 from tests.timing import undisturbed_once
 
 torch = pytest.importorskip("torch")

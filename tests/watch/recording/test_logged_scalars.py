@@ -6,6 +6,7 @@ from collections import UserDict, namedtuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.recording.hook.stoker_hook.instruments import count_images
 from stoker_watch.recording.torch_hooks import ScalarLogger
 

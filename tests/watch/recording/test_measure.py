@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import stoker_watch
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.reader import read_run

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 import stoker_watch
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.recording.ledger import Ledger

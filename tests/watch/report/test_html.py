@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stoker_watch.cli.app import main
 from stoker_watch.errors import UsageError
 from stoker_watch.report.explain import PHASE_COLORS

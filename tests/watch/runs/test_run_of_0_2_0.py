@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from stoker_watch.report.html import render
 from stoker_watch.report.run_report import collect
 from stoker_watch.runs import records, schemas

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import stoker_watch
 from stoker_watch.storage import clients
 from stoker_watch.storage.web import open_url

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 
 from stoker_watch.recording.hook.stoker_hook.batches import BatchFinder
 from tests.watch.watch.test_hook import ran

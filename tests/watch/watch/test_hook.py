@@ -22,7 +22,6 @@ from stoker_watch.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
-
 from tests.needs import needs
 from tests.timing import undisturbed_once
 from tests.watch.watch import hook_jobs

@@ -11,7 +11,6 @@ import pytest
 
 from stoker_watch.diagnosis.causes.mistakes import mistake_evidence, mistake_kinds
 from stoker_watch.recording.hook.stoker_hook.mistakes import own_line
-
 from tests.needs import needs
 from tests.watch.watch.test_hook import PEERS, ran, watched
 

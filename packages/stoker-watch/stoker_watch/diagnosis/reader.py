@@ -130,9 +130,8 @@ def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observe
             run_records.settings = first_settings | changed
             run_records.is_external |= "coverage" in event.data
             run_records.recorded_price = event.data.get("price_per_device_hour", run_records.recorded_price)
-            restart = event.data.get("restart")
-            if isinstance(restart, dict) and isinstance(kills := restart.get("oom_kills"), int):
-                run_records.host.oom_kills += kills  # of the attempt before, which could not record its end
+            # of the attempt before, which could not record its end
+            run_records.host.oom_kills += event.data.get("restart", {}).get("oom_kills", 0)
         elif event.kind == "checkpoint_saved":
             run_records.num_checkpoints += 1
         elif event.kind == "checkpoint_failed":

@@ -277,6 +277,7 @@ SettingsData = TypedDict("SettingsData", {
 }, total=False)  # fmt: skip
 """What is read of the settings of a run, in its config.toml and in the event `resumed`, with the types that any version
 had."""
+_Restart = TypedDict("_Restart", {"oom_kills": Count}, total=False)
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
@@ -285,7 +286,7 @@ EventData = TypedDict("EventData", {
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
-    "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": Any, "suggested_lr": Amount,
+    "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": Any, "suggested_lr": Amount,
     "traceback": list[str], "workers": Count, "write_s": Amount, "xid": Count,
 }, total=False)  # fmt: skip
 """What is read of the data of events, which others may have written; a test finds readers of other keys."""
