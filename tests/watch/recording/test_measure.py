@@ -534,7 +534,7 @@ open(f"{run}-ended", "w").close()
     [
         ("nothing", ["started", "finished"]),
         ("closes all", ["started"]),
-        ("fills the pipe", ["started", "finished"]),
+        pytest.param("fills the pipe", ["started", "finished"], marks=pytest.mark.slow),
         ("forges the pipe", ["started", "info", "finished"]),
         ("kills it and reaps it", ["started", "info", "finished"]),
         ("closes the standard descriptors", ["started", "finished"]),

@@ -329,6 +329,7 @@ open("known.txt", "w").write(str(known_s))
 """
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_eval_of_a_model_that_has_its_own_begins_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
@@ -450,8 +451,9 @@ def test_the_slow_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert "rank 1 is the slow one" in finding.evidence[0].text
 
 
+@pytest.mark.slow
 @needs("torch")
-@pytest.mark.parametrize(("trained", "without"), [("copy", 12), pytest.param("model", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("trained", "without"), [("copy", 12), ("model", 0)])
 def test_steps_of_an_optimizer_without_gradients_are_counted(trained: str, without: int, tmp_path: Path) -> None:
     """A copy of the model is trained, and the optimizer has the parameters of the original."""
     job = f"""

@@ -253,6 +253,7 @@ for step in range(60):
     assert not list((tmp_path / "state").glob("errors-*"))
 
 
+@pytest.mark.slow
 @needs("torch")
 def test_why_names_the_mistake(tmp_path: Path) -> None:
     changed = {"clear": "import time; time.sleep(0.03)"}
