@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from stoker_watch.errors import Conflict, StorageError, UsageError
 from stoker_watch.report.explain import explain_run
+from stoker_watch.storage import lease as lease_module
 from stoker_watch.storage.lease import Lease, LeaseHolder, LeaseLost, acquire
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import StorageUri, parse_uri
@@ -184,3 +187,28 @@ def test_a_copy_that_is_no_lease_is_an_error_that_names_it(tmp_path: Path, conte
     with bounded(seconds=20, megabytes=256), pytest.raises(UsageError, match="copy of the run's lease") as caught:
         explain_run(run)
     assert caught.value.location == str(path)
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_a_store_that_is_cut_off_does_not_hold_the_end(
+    uri: StorageUri, renews: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "RELEASE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lease_module, "RENEW_INTERVAL_S", 0.0)
+    lease, asked, answered = take(uri), threading.Event(), threading.Event()
+    write = lease._store.write
+
+    def write_late(*arguments: Any, **options: Any) -> Any:
+        asked.set()
+        answered.wait()
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(lease._store, "write", write_late)
+    if renews:
+        lease.start_renewing(lambda _: None)
+        asked.wait()
+    lease.release()
+    assert asked.is_set()
+    answered.set()
+    while not holder(uri).released:
+        time.sleep(0.01)

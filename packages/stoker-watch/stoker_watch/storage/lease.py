@@ -130,19 +130,18 @@ class Lease:
     def release(self) -> None:
         """Releases the lease. If that fails, it expires."""
         self._stopped.set()
+        # A store that is cut off is asked for two minutes, and the machine may go before.
+        thread = threading.Thread(target=self._write_release, name="stoker-lease-release", daemon=True)
+        thread.start()
+        thread.join(RELEASE_TIMEOUT_S)
+
+    def _write_release(self) -> None:
         if self._thread is not None:
-            self._thread.join(LEASE_DURATION_S)
+            self._thread.join()
         if self._lost is None:
             released = msgspec.structs.replace(self._holder, renew_time=time.time(), released=True)
-
-            def write() -> None:
-                with contextlib.suppress(StorageError):
-                    self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
-
-            # A store that is cut off is asked for two minutes, and the machine may go before.
-            thread = threading.Thread(target=write, name="stoker-lease-release", daemon=True)
-            thread.start()
-            thread.join(RELEASE_TIMEOUT_S)
+            with contextlib.suppress(StorageError):
+                self._store.write(self._uri.key, msgspec.json.encode(released), if_match=self._info.etag)
 
 
 def acquire(
