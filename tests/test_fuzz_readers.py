@@ -207,7 +207,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
         return [Reader(path, read, write) for path in sorted((folder / name).glob(pattern))[:2]]
 
     run = folder / "run"
-    shutil.copytree(Path(__file__).parent / "runs/run_of_0_2_0", run)
+    shutil.copytree(Path(__file__).parent / "watch/runs/run_of_0_2_0", run)
     bad = schemas.Quarantined(
         t=1.5e9, attempt=1, image_index=17, path="a.jpg", error="cut", sample_position=33, replaced_by=18
     )
