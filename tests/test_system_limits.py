@@ -243,10 +243,14 @@ def test_a_rank_without_threads_names_the_limit(monkeypatch: pytest.MonkeyPatch)
     def make_store(*_: object, **__: object) -> None:
         raise RuntimeError("Resource temporarily unavailable")
 
-    place = make_places(2)[1]
+    place, before = make_places(2)[1], dict(os.environ)
     monkeypatch.setattr("torch.distributed.TCPStore", make_store)
-    with pytest.raises(SystemLimitError, match="no more threads or processes"), joined(place):
-        pass
+    try:
+        with pytest.raises(SystemLimitError, match="no more threads or processes"), joined(place):
+            pass
+    finally:  # a rank tells libraries its place by variables
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def test_a_worker_process_names_the_limit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
