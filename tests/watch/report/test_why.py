@@ -34,6 +34,7 @@ from stoker_watch.runs.records import (
     locked,
 )
 from stoker_watch.runs.schemas import PROBE_KINDS, Probe, StepWindow
+from tests.watch.report.runs import write_run
 
 STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, window_steps=1, num_images=4, wall_s=10.0, devices=1,
                                       phases={"compute": 8.0, "idle": 2.0})) + b"\n"  # fmt: skip
@@ -345,3 +346,9 @@ def test_names_in_records_cannot_control_the_terminal(tmp_path: Path) -> None:
     folder.close()
     assert "\x1b" not in printed(run)
     assert msgspec.json.encode(explain_run(run))
+
+
+def test_a_stage_may_have_the_name_of_a_phase(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", stages={"input_wait": 1.0})
+    (waits,) = [row for row in explain_run(run).phases if row.phase == "input_wait"]
+    assert [(stage.phase, stage.stages) for stage in waits.stages] == [("input_wait", [])]

@@ -345,8 +345,10 @@ def _estimated_stages(run: RunRecords) -> dict[str, float]:
 
 
 def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str, float]) -> list[PhaseTime]:
-    def rows(times: Mapping[str, float], meanings: Mapping[str, str]) -> list[PhaseTime]:
-        """The largest first."""
+    Parts = Mapping[str, tuple[Mapping[str, float], Mapping[str, str]]]
+
+    def rows(times: Mapping[str, float], meanings: Mapping[str, str], parts: Parts) -> list[PhaseTime]:
+        """The largest first. parts: of some of them; a part has none, whatever its name."""
         return [
             PhaseTime(
                 phase=name,
@@ -354,7 +356,7 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
                 fraction=duration_s / totals.device_s,
                 cost=duration_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
                 meaning=meanings.get(name, ""),
-                stages=rows(*stages.get(name, ({}, {}))),
+                stages=rows(*parts.get(name, ({}, {})), {}),
             )
             for name, duration_s in sorted(times.items(), key=lambda item: -item[1])
             if duration_s > 0
@@ -362,7 +364,7 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
 
     estimates = dict.fromkeys(estimated, "estimated from samples of the main thread's stack")
     stages = {"input_wait": (totals.input_wait_stages, STAGE_MEANINGS), "unattributed": (estimated, estimates)}
-    return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
+    return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"}, stages)
 
 
 def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
