@@ -1286,3 +1286,9 @@ def test_a_job_without_a_step_shows_where_it_was(has_steps: bool, tmp_path: Path
     output = io.StringIO()
     print_explanation(explanation, output, width=120)
     assert ("no step of a training was seen" in output.getvalue()) is not has_steps
+
+
+def test_an_interval_of_nothing_is_everything() -> None:
+    assert wilson(0.5, 0) == (0.0, 1.0)
+    assert wilson(-3.0, 10)[0] == 0.0
+    assert wilson(3.0, 10)[1] == 1.0

@@ -144,7 +144,7 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     part: str = ""
     """In a training of stoker's own: the part of stoker (`evaluation`). `function` is then one of stoker with its
     file and line, and `line` is empty, unless stoker called a file of the user."""
-    samples: int
+    samples: Count
     """Number of samples there."""
 
 
@@ -170,16 +170,16 @@ class StackWindow(Record, kw_only=True, omit_defaults=True):
 
     pid: int
     """Process whose stacks were sampled."""
-    wall_s: float
+    wall_s: Amount
     """Seconds since the previous line."""
-    samples: int
+    samples: Count
     """Number of stack samples in it."""
     main_thread: dict[str, float] = {}
     """Fraction of the samples in which the main thread was in: input_wait, decode, compute, sync, comm, checkpoint,
     compile, gc (garbage collection), python, other, idle. They add up to 1."""
     frames: dict[str, float] = {}
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
-    process_cpu: float | None = None
+    process_cpu: Amount | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
     role: Role = "training"
     """Of the process: `training`, or `worker` for a process that loads data for another one, also for threads of the

@@ -211,7 +211,9 @@ def scale_to_leaves(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
 
 def wilson(fraction: float, count: int) -> tuple[float, float]:
     """95 % interval of a fraction of `count` samples; more than all, which only broken records say, is all."""
-    fraction = min(1.0, fraction)
+    if count <= 0:
+        return 0.0, 1.0
+    fraction = min(max(fraction, 0.0), 1.0)
     center = fraction + _Z**2 / (2 * count)
     error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
     scale = 1 + _Z**2 / count
