@@ -353,7 +353,7 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
             PhaseTime(
                 phase=name,
                 device_s=duration_s,
-                fraction=duration_s / totals.device_s,
+                fraction=duration_s / totals.device_s if totals.device_s > 0 else 0.0,
                 cost=duration_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
                 meaning=meanings.get(name, ""),
                 stages=rows(*parts.get(name, ({}, {})), {}),

@@ -317,7 +317,7 @@ def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:
         phase_evidence(run, "compile") if compile_s else None,
         attempts_evidence(run),
     ]
-    fraction = seconds / run.totals.device_s
+    fraction = seconds / run.totals.device_s if run.totals.device_s > 0 else 0.0
     severity: Severity | None = "info" if is_short(run) else None
     cause_evidence, fix = _startup_cause(run, compile_s / seconds)
     return make_finding(
