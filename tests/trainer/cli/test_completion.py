@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cyclopts import App
+
+from stoker.cli.commands import add_to
+from stoker_watch.cli.trainer import COMMANDS
+
 ASK = """
 source {script}
 ask() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _stoker; echo "${{COMPREPLY[@]}}"; }}
@@ -23,3 +28,9 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path) -> None:
     assert flags == "--batch-size"
     assert values.split() == ["sgd", "adamw", "muon"]
     assert {"check", "convert"} <= set(of_data.split())
+
+
+def test_stoker_watch_knows_the_commands_of_the_trainer() -> None:
+    app = App()
+    add_to(app)
+    assert {name for name in app if name[0] != "-"} == set(COMMANDS)

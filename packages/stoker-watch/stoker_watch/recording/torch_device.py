@@ -37,7 +37,10 @@ class TorchDevice:
 
             memory = xla_model.get_memory_info(self._device)
             return int(memory.get("peak_bytes_used", memory["bytes_used"]))
-        return int(self._torch.get_device_module(self._device.type).max_memory_allocated(self._device))
+        accelerator = self._torch.accelerator
+        if not hasattr(accelerator, "max_memory_allocated"):  # torch 2.6
+            accelerator = self._torch.get_device_module(self._device.type)
+        return int(accelerator.max_memory_allocated(self._device))
 
     def scalars_to_host(self, values: Sequence[Sequence[Any]]) -> "Copies":
         """Starts copies of lists of scalars to the host, on a stream of its own: the host does not wait."""
