@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.evaluation.detections import Detections, empty_detections
 from stoker.evaluation.draw import MIN_DRAW_SIDE, class_color, draw_boxes
 from stoker.hardware.device import Device
+from stoker.inference import image_batches
 from stoker.inference.predict import RESULTS_NAME, find_images, output_names, predict_images, predict_to_dir
 from stoker.models import BatchDetections as InSlots
 from stoker.models.weights.model_file import ModelMetadata
@@ -65,6 +68,30 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path, quality=95)
     return path
+
+
+def test_an_abandoned_prediction_waits_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may end it anywhere, also where a thread holds what another needs for its end."""
+    is_reading, go_on = threading.Event(), threading.Event()
+
+    def read(image: image_batches.InputImage, *_: object) -> None:
+        if image.source.shape == (1, 2, 3):  # type: ignore[union-attr]
+            is_reading.set()
+            go_on.wait()
+
+    monkeypatch.setattr(image_batches.InputImage, "read", read)
+    sources = [np.zeros((1, 1, 3), np.uint8)] * image_batches.PREFETCH_BATCHES + [np.zeros((1, 2, 3), np.uint8)]
+    windows = image_batches.iter_windows(sources, None)
+    batches = image_batches.iter_batches(windows, deque(), CPU, (32, 32), "squash", 1, workers=1)
+    next(batches)
+    assert is_reading.wait(60)
+    ended = threading.Thread(target=batches.close, daemon=True)  # type: ignore[attr-defined]
+    ended.start()
+    ended.join(30)
+    try:
+        assert not ended.is_alive()
+    finally:
+        go_on.set()
 
 
 def detect_by(model: Any) -> Any:

@@ -227,7 +227,8 @@ def iter_batches(
                 break
         return taken
 
-    with ThreadPoolExecutor(workers, "stoker-predict") as pool:
+    pool = ThreadPoolExecutor(workers, "stoker-predict")
+    try:
         while batch_windows := take_windows():
             buffer = HostBatchBuffer(device, batch_size, image_size, 1)
             futures = [
@@ -240,6 +241,10 @@ def iter_batches(
                 yield finish(*pending.popleft())
         while pending:
             yield finish(*pending.popleft())
+    finally:
+        # Without a wait: the garbage collector ends an abandoned generator, maybe in a thread that is just starting,
+        # which holds the lock that an ending thread needs.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def held_bytes(windows: Iterable[InferenceWindow]) -> int:

@@ -213,21 +213,21 @@ def predict_to_dir(
         if save_crop:
             _save_crops(prediction, out / "crops", stem)
 
+    pool = ThreadPoolExecutor(host_cores(), "stoker-draw")
     try:
-        with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
-            pending: deque[Future[None]] = deque()
-            for prediction, path in zip(detect(images), images, strict=True):
-                results.append(prediction.to_dict())
-                if prediction.error is not None:
-                    failed.append(prediction.error)
-                    yield f"{display_path(path)}: not read: {prediction.error.cause or prediction.error.what}"
-                    continue
-                pending.append(pool.submit(save, prediction, path))
-                while len(pending) > 2 * DEFAULT_BATCH_SIZE:
-                    pending.popleft().result()
-                yield f"{display_path(path)}: {prediction}"
-            for future in pending:
-                future.result()
+        pending: deque[Future[None]] = deque()
+        for prediction, path in zip(detect(images), images, strict=True):
+            results.append(prediction.to_dict())
+            if prediction.error is not None:
+                failed.append(prediction.error)
+                yield f"{display_path(path)}: not read: {prediction.error.cause or prediction.error.what}"
+                continue
+            pending.append(pool.submit(save, prediction, path))
+            while len(pending) > 2 * DEFAULT_BATCH_SIZE:
+                pending.popleft().result()
+            yield f"{display_path(path)}: {prediction}"
+        for future in pending:
+            future.result()
         for path in videos:
             results.append({"path": display_path(path), "frames": 0, "results": f"{names[path]}.jsonl"})
             try:
@@ -240,6 +240,7 @@ def predict_to_dir(
                 yield f"{display_path(path)}: not read completely: {error.cause}"
             yield f"{display_path(path)}: {results[-1]['frames']:,} frames"
     finally:
+        pool.shutdown(wait=False)  # what was given to it is still saved; for the wait see `image_batches.iter_batches`
         _write_results(out, results)  # also after an interruption
     num_done, kind = len(results) - len(failed), "file" if videos else "image"
     yield f"{num_done:,} {kind}{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"

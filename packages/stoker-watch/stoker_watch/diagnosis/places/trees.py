@@ -45,7 +45,8 @@ def place_trees(run: RunRecords) -> list[PlaceNode]:
             if total.samples
             for leaf, count in total.leaves.items()
         ]
-        trees.append(_make_node(f"{name}{', start' * is_startup}", sampled, 0, sampled))
+        if sampled:
+            trees.append(_make_node(f"{name}{', start' * is_startup}", sampled, 0, sampled))
     return trees
 
 
