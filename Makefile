@@ -49,7 +49,7 @@ test-slow: setup
 	$(PYTEST) --durations=40 --durations-min=15 -m "slow and not long and not gpu"
 
 test-long: setup  ## tests/long.txt: what CI leaves out; before a release
-	$(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
+	STOKER_RANDOM_EXAMPLES=1 $(PYTEST) --durations=40 --durations-min=15 -m "long and not gpu"
 
 test-wheel: $(WHEEL_PYTHONS:%=.venv-wheel-%/.ready)  ## those of stoker-watch, without torch and NumPy: its wheel
 	$(foreach version,$(WHEEL_PYTHONS),.venv-wheel-$(version)/bin/python -c "$(ONLY_THE_WHEEL)" && \
