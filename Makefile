@@ -105,8 +105,9 @@ chaos: setup  ## the table of docs/faults.md, with times; 12 minutes on free cor
 soak: setup  ## 20 minutes of random faults; MINUTES=5 is shorter
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),20)
 
-docs: setup  ## docs/causes.md: all findings of all commands, with thresholds, sources and fixes
+docs: setup  ## docs/causes.md, all findings of all commands with thresholds, sources and fixes; docs/gpu-status.md
 	$(BIN)/python scripts/write_causes.py > docs/causes.md
+	$(BIN)/python scripts/write_gpu_status.py > docs/gpu-status.md
 
 check: setup
 	$(BIN)/ruff check .
@@ -139,7 +140,7 @@ bench-gpu:  ## about an hour; uses the system Python where there is no .venv
 gpu-goal:  ## what was measured on a GPU, next to goals and predictions
 	PYTHONPATH=$(SOURCES) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --goal
 
-gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
+gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/benchmarks.md)
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh
 
 clean:

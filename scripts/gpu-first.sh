@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One of three commands, of at most nine minutes each, for a GPU machine without network that is at hand for a short while,
 # run in the project's root: A the step of RetinaNet-R50, B the loader in the loop and other models, C tests and trainings
-# (docs/gpu-status.md). What is measured is appended to $OUT/A.jsonl at once, all output to $OUT/A.log. `make gpu-kit` puts
+# (docs/benchmarks.md). What is measured is appended to $OUT/A.jsonl at once, all output to $OUT/A.log. `make gpu-kit` puts
 # this file into .kit/, next to the wheels that it installs. Compiled programs and the environment stay in .kit/cache, for
 # the next command on the same machine.
 #   usage: OUT=folder bash .kit/gpu-first.sh A|B|C [--only TEXT …]      --only: parts with one of these in their names

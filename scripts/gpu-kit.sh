@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .kit/ (ignored by git): what a GPU machine without network needs besides this checkout. It has Python 3.12, torch
 # 2.11, torchvision and common packages; .kit/ has the wheels that it lacks, a small data set where there is one, and
-# gpu-first.sh, which is run there in the project's root (docs/gpu-status.md).       usage: make gpu-kit
+# gpu-first.sh, which is run there in the project's root (docs/benchmarks.md).       usage: make gpu-kit
 set -euo pipefail
 cd "$(dirname "$0")/.."
 packages=(msgspec cyclopts docstring-parser rich-rst simplejpeg tomli-w obstore google-crc32c tensorboardx plotly)

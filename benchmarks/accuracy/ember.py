@@ -5,7 +5,7 @@
 Settings of a recipe are chosen with `--score val`, which scores a fifth of the training images that is held out, and
 does not read the test images. Those are scored once, when the recipe is decided: without `--score`.
 
-and which model should be the default on a CPU (docs/which-model.md), on data sets of others:
+and which model should be the default on a CPU (docs/models.md), on data sets of others:
 
     python -m benchmarks ember --data bccd dice blood_png cars kangaroo=FOLDER … --only ember_n ember_mobilenet_v2
                                --budgets 300 --seeds 2 --json FILE

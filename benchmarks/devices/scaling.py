@@ -11,7 +11,7 @@ which do N times as many images. "none" is the same number of ranks without any 
 on shared cores, which the model is given. Exposed exchange is `comm` of the ledger.
 
 --model fits `hardware/exchange_cost.py` to a part of the measurements, reports its error on the others, and draws the
-curves to 512 devices of docs/scaling.md. --convergence METHOD SEED trains BCCD on two ranks and adds one row.
+curves to 512 devices of docs/devices.md. --convergence METHOD SEED trains BCCD on two ranks and adds one row.
 """
 
 import argparse

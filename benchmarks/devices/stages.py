@@ -1,5 +1,5 @@
 """Two stages of one thread each against one process with as many micro-batches, on this machine's CPU: the table of
-docs/scaling.md.
+docs/devices.md.
 
 All train the demo by `stoker train`, gloo between the ranks, no limit on the link. Measured are the windows of steps
 (steps.jsonl) without the first step: seconds of a step, and of each rank the fraction in which it waits (`comm`): the

@@ -5,7 +5,7 @@ time: every measurement is a part, a process of its own with a limit, the most i
 appended to a file of JSON lines at once (`--lines`; default: next to the results file), and so is how it failed. Peak
 memory is compared with what the fake accelerator of the tests predicts for the same step.
 
-`--kit A`, `B` or `C`: nine minutes each, for a machine that is at hand for a short while (docs/gpu-status.md). Default:
+`--kit A`, `B` or `C`: nine minutes each, for a machine that is at hand for a short while (docs/benchmarks.md). Default:
 everything but tests and trainings. `--goal [FILE …]` measures nothing: it prints the table of goals of what was
 measured before. `--device cpu` runs all with tiny shapes; its numbers mean nothing.
 """

@@ -243,7 +243,7 @@ def measured_of(results: Results, goal: Goal) -> tuple[str, float | None]:
 
 
 NOTHING = """Nothing was measured yet. On a GPU machine, in the project's root: `OUT=results bash .kit/gpu-first.sh A`,
-then B and C (docs/gpu-status.md); with the project's environment: `make bench-gpu`. Then `benchmarks/gpu/gpu.py --goal
+then B and C (docs/benchmarks.md); with the project's environment: `make bench-gpu`. Then `benchmarks/gpu/gpu.py --goal
 FILE …` with their files."""
 
 

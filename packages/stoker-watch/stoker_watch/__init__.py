@@ -3,7 +3,7 @@
 ```python
 import stoker_watch
 
-with stoker_watch.measure("runs/mine") as m:  # your own training loop; docs/measure.md
+with stoker_watch.measure("runs/mine") as m:  # your own training loop; docs/watch.md
     for batch in m.data(loader):
         with m.step():
             ...

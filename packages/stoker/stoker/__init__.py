@@ -8,7 +8,7 @@ model = stoker.load(result.run)  # a run folder, a .safetensors or .onnx file
 for prediction in model.predict(["street.jpg"]):
     print(prediction.boxes, prediction.scores, prediction.names)
 
-with stoker.measure("runs/mine") as m:  # your own training loop; docs/measure.md
+with stoker.measure("runs/mine") as m:  # your own training loop; docs/watch.md
     for batch in m.data(loader):
         with m.step():
             ...

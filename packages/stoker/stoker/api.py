@@ -43,7 +43,7 @@ def train(
     devices: train on so many devices of this machine, each in a process of its own.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
     log_format: json writes JSON lines to stdout, and text for people to stderr.
-    monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
+    monitor: alerts, metrics and trackers, like the flags of that group (docs/watch.md).
     verbose: print every setting, not only those that matter most.
     settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`; names
     of other tools (`imgsz=640`) are translated with a note, as on the command line.

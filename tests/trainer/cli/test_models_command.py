@@ -1,4 +1,4 @@
-"""`stoker models`, and docs/models.md, which `python -m tests.trainer.cli.test_models_command` writes."""
+"""`stoker models`, and the table of docs/models.md, which `python -m tests.trainer.cli.test_models_command` writes."""
 
 import io
 import json
@@ -18,21 +18,13 @@ from stoker_watch.report import format as fmt
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 
 
-def page() -> str:
-    """docs/models.md."""
+START = "<!-- table: python -m tests.trainer.cli.test_models_command writes it -->\n"
+END = "<!-- end of table -->\n"
+
+
+def table() -> str:
+    """The table of all models in docs/models.md."""
     lines = [
-        "# Models",
-        "",
-        "The architectures that `--model` accepts; `stoker models` prints the same table, `stoker models NAME` a model",
-        "with the URLs of its weights. Without `--model`: [which-model.md](which-model.md). How to add one:",
-        "[add-a-model.md](add-a-model.md).",
-        "",
-        "GFLOPs are those of convolutions and matrix products (a multiplication and an addition are two operations),",
-        "per image, with the square image size of the table and 80 classes; those of the optimizer, which do not grow",
-        "with the batch, are left out. Memory is the peak of a training step in bf16 with the recipe's batch size and",
-        "the default settings, predicted by counting tensors; the driver, cuDNN and fragmentation need more. The image",
-        "size depends on the data: FLOPs and memory grow with its area.",
-        "",
         "| model | use case | parameters | image size | GFLOPs | training | memory, batch size | weights |",
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
@@ -41,82 +33,25 @@ def page() -> str:
         f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch_size} | {', '.join(m.weights) or 'none'} |"
         for m in sorted(report.read_models(), key=lambda some: some.gflop)
     ]
-    lines += [
-        "",
-        *LICENSES.splitlines(),
-        "",
-        *DEIM.splitlines(),
-        "",
-        "## Less memory",
-        "",
-        "`--activation-checkpointing` keeps only the input of each stage, block and head, and computes the rest again",
-        "in the backward pass, with the same result. For RetinaNet-R50 with frozen BatchNorm and 32 images of",
-        f"800 × 800 in bf16, the predicted peak is {PEAKS[0]} GiB instead of {PEAKS[1]}",
-        "(`tests/trainer/models/test_memory.py`). A batch that does not fit is split into micro-batches in any case;",
-        "this option is for images of which not even one fits.",
-        "",
-        "`--auto-batch` measures batch sizes on the device, for at most a minute, and takes the smallest within 3 % of",
-        "the best time per image; the learning rate is scaled with it. `--dry-run` only shows the times.",
-        "",
-        "## Settings of each model",
-        "",
-        "The settings of an architecture in addition to those of every run ([settings.md](settings.md)), with reasons.",
-    ]
-    for m in report.read_models():
-        lines += ["", f"### {m.name}", "", "| setting | default | reason |", "|---|---|---|"]
-        lines += [
-            f"| `{key}` | {report.format_default(value)} | {reason} |" for key, (value, reason) in m.settings.items()
-        ]
     return "\n".join(lines) + "\n"
-
-
-DEIM = """\
-## DEIM's recipe for D-FINE
-
-DEIM (arXiv 2412.04234) trains D-FINE with more boxes per image and another class loss:
-`stoker train DATA --model dfine_s --class-loss mal --mosaic 0.5 --mixup 0.5`. Mixup ends after half of the training,
-mosaics after nine tenths. EMA, the smaller learning rate of the backbone and the clipping of gradients are in all
-sizes' recipes (`stoker/knowledge/recipes.toml`). DEIMv2 has its class loss by default. DEIM's copies of objects are not
-there, nor was its gain measured here.
-
-DEIMv2 is computed as its authors' code does, not as in transformers 5.23, which projects and normalizes the points of
-the maps, embeds the boxes in every layer and has ReLU in the heads
-(`tests/trainer/models/test_published_names.py`)."""
-LICENSES = """\
-## Pretrained weights and their licenses
-
-`--weights NAME` takes `objects365+coco` (trained on Objects365, then on COCO), `coco`, `objects365`, `imagenet` (the backbone
-only), `none`, a file, or a run (its best weights); without it, the first of these that the model has. A class that the
-weights have too, by name, keeps its part of the class head; the others start with random values, and the output says which. Files of Hugging Face are safetensors, no pickle; `huggingface_hub` downloads them into its cache, so what you set
-for it applies: `HF_HOME`, `HF_ENDPOINT` (a mirror), `HF_HUB_OFFLINE`, tokens. Where a download fails, the message names the file,
-its URL and a folder to put it in: `STOKER_WEIGHTS_DIR` has `OWNER--REPOSITORY.safetensors`. The SHA-256 of a download is checked
-against the one that the server states; a mirror that states another one is not noticed.
-
-stoker distributes no weights: they come from their publishers under these terms. A license of code is not always one of weights.
-
-| weights | publisher | license of the weights | where that is stated |
-|---|---|---|---|
-| torchvision's, `coco` and `imagenet` | download.pytorch.org | not stated for each file; the code has BSD-3-Clause | torchvision's README, "Pre-trained Model License": they may have terms of their own, derived from the data set |
-| D-FINE: `coco` N 15.3 MB, S 41.5 MB, M 78.7 MB, L 126 MB, X 252 MB; `objects365`, `objects365+coco` S to X | `ustc-community` on Hugging Face | Apache-2.0 | the page of each repository; D-FINE's authors state it for the files of COCO alone, and list those with Objects365 apart ([D-FINE, issue 357](https://github.com/Peterande/D-FINE/issues/357)), whose site names academic use: where that matters, `--weights coco` |
-| DEIMv2 with HGNetv2: `coco`, Pico 6.3 MB | `Intellindust` on Hugging Face | not stated: only the license of the code is, Apache-2.0 | `Intellindust-AI-Lab/DEIMv2` on GitHub, LICENSE |
-| RF-DETR N to L: `coco` | `Roboflow` on Hugging Face | Apache-2.0 | documentation of `rfdetr`, table of the models |
-
-Left out: DEIMv2 S to X, whose backbone is DINOv3 (Meta's DINOv3 license, not Apache); RF-DETR XL and 2XL (PML 1.0, with a paid
-plan); ECDet of EdgeCrafter (non-commercial since August 2026); YOLO26, YOLO11 and YOLO-Master (AGPL-3.0).
-Weights of ImageNet for D-FINE, DEIMv2 and RF-DETR: those of COCO include the backbone."""  # noqa: E501
 
 
 PEAKS = (3.8, 8.5)
 """GiB with and without checkpointing, as tests/trainer/models/test_memory.py has them."""
 
 
-def test_the_page_is_current():
+def test_the_table_is_current():
     hint = "python -m tests.trainer.cli.test_models_command writes it"
-    assert page() == PAGE.read_text(), hint
+    assert START + table() + END in PAGE.read_text(), hint
+
+
+def test_the_page_has_the_measured_peaks():
+    assert f"the predicted peak is {PEAKS[0]} GiB instead of {PEAKS[1]}" in PAGE.read_text()
 
 
 def test_each_publisher_of_weights_is_listed_with_its_license():
-    table = [line for line in LICENSES.splitlines() if line.startswith("| ")]
+    section = PAGE.read_text().partition("\n## Pretrained weights and their licenses\n")[2].partition("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("| ")]
     for row in MODELS.values():
         for url in row.urls.values():
             _, _, host, owner, *_ = url.split("/")
@@ -201,4 +136,5 @@ def test_it_needs_no_torch():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + table() + END + rest.split(END)[1])

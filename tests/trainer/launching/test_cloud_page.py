@@ -1,4 +1,4 @@
-"""docs/launch-cloud.md: each file on the page is what its command prints.
+"""docs/launch.md: each file on the page is what its command prints.
 
 `python -m tests.trainer.launching.test_cloud_page` writes the page anew."""
 
@@ -13,7 +13,7 @@ import pytest
 from stoker.cli.launch import launch_app
 from stoker.launching.google_cloud import PROJECT_VARIABLES, REGION_VARIABLES
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "launch-cloud.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "launch.md"
 BLOCK = re.compile(r"(?ms)^(```\n(stoker launch [^`]*?--dry-run)\n```\n\n```(?:yaml|json)\n).*?(?=^```\n)")
 
 

@@ -1,4 +1,4 @@
-"""docs/search.md: its commands and its space are ones that the code takes."""
+"""docs/tuning.md, the search: its commands and its space are ones that the code takes."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from stoker.knowledge import read_toml
 from stoker.search.space import read_space
 from stoker_watch.cli.app import app
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "search.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "tuning.md").read_text().partition("\n## Hyper-parameter search\n")[2]
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 

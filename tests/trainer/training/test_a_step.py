@@ -1,4 +1,4 @@
-"""docs/a-step.md: the functions that it names exist, and a training calls them in its order."""
+"""docs/structure.md: the functions that it names exist, and a training calls them in its order."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ from stoker.training.run import train
 from tests.drawn import draw
 from tests.fixtures.training_run import settings
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/a-step.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/structure.md"
 
 
 def named_functions() -> list[tuple[str, CodeType]]:

@@ -109,7 +109,7 @@ def test_an_invalid_rule_is_an_error_that_names_the_choices(text: str, message: 
 
 
 def test_every_quantity_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs/monitoring.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/watch.md").read_text()
     rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | meaning |")[2], re.MULTILINE)
     assert rows == [name for name in QUANTITIES if name not in PHASES or name == "idle"]
 

@@ -37,8 +37,9 @@ from stoker_watch.runs.records import (
 from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.storage.local_files import write_atomic
 
-DOCS = Path(__file__).parents[3] / "docs"
-DOCUMENT = (DOCS / "run-folder.md").read_text()
+PAGE = Path(__file__).parents[3] / "docs/run-folder.md"
+HEAD = "\n## Records\n"
+DOCUMENT = PAGE.read_text().partition(HEAD)[0]
 FILES = {
     "steps.jsonl": [schemas.StepWindow],
     "devices.jsonl": [schemas.DeviceSample, schemas.GpuSample],
@@ -92,20 +93,19 @@ def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
     return [(names[name], written, meaning) for name, written, meaning in rows]
 
 
-def page() -> str:
-    """docs/records.md."""
+def records_section() -> str:
+    """The section of docs/run-folder.md with every record and its fields."""
     lines = [
-        "# Records",
-        "",
+        HEAD,
         "The fields of every record of a run, generated from `stoker_watch/runs/schemas.py`,",
         "`stoker_watch/findings/finding.py` and `stoker_watch/runs/evaluation.py` by",
-        "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean:",
-        "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
+        "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean, is",
+        "above. A field that is not measured is absent from its line.",
         "`Count`: a whole number of at least 0. `Whole`: a whole number. `Amount`: a number of at least 0.",
         "`Number` and `Finite`: a number, at most 1e15 and 1e300. `Role`: one of the texts that its field names.",
     ]
     for file, kinds in FILES.items():
-        lines += ["", f"## `{file}`"]
+        lines += ["", f"### `{file}`"]
         for kind in kinds:
             lines += ["", f"`{kind.__name__}`: {' '.join(str(inspect.getdoc(kind)).split())}", ""]
             lines += ["| field | type | meaning |", "|---|---|---|"]
@@ -116,8 +116,8 @@ def page() -> str:
 # --- the documentation --------------------------------------------------------------------------------------------
 
 
-def test_the_page_of_records_is_current() -> None:
-    assert (DOCS / "records.md").read_text() == page(), "python -m tests.watch.runs.test_records regenerates it"
+def test_the_section_of_records_is_current() -> None:
+    assert PAGE.read_text().endswith(records_section()), "python -m tests.watch.runs.test_records writes it"
     kinds = {kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
     assert kinds - {msgspec.Struct, schemas.Record} <= {kind for kinds in FILES.values() for kind in kinds}
 
@@ -429,7 +429,7 @@ def test_records_are_read_where_torch_is_absent() -> None:
 
 
 if __name__ == "__main__":
-    (DOCS / "records.md").write_text(page())
+    PAGE.write_text(DOCUMENT + records_section())
 
 
 def test_a_huge_text_is_neither_stored_nor_loaded_whole(tmp_path: Path) -> None:

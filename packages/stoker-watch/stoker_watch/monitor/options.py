@@ -22,7 +22,7 @@ class MonitoringOptions:
 
     alert: tuple[str, ...] = ()
     """Rules such as 'idle > 30% for 5min', 'host_memory > 95%', 'seconds_since_step > 10min', 'on failed'
-    (docs/monitoring.md)."""
+    (docs/watch.md)."""
     alert_command: str | None = None
     """Shell command to run for each alert; it gets the alert as JSON on stdin and its text in STOKER_ALERT."""
     alert_webhook: str | None = None

@@ -4,7 +4,7 @@ It measures and writes records, nothing else: the loop's results, their order, i
 not change. If the recording fails, one warning is printed and the loop goes on without records. All calls must come
 from the thread that entered the block. If that is the main thread, its stacks and those of loader workers are sampled
 as in a watched job (`stacks.py`). `run_writer.py` writes the records and shares the run folder between ranks,
-`torch_hooks.py` observes torch. Use: docs/measure.md. Jobs whose code is not changed: `stoker_watch/watch/`.
+`torch_hooks.py` observes torch. Use: docs/watch.md. Jobs whose code is not changed: `stoker_watch/watch/`.
 """
 
 import atexit
@@ -57,7 +57,7 @@ class Measure:
     once the loop uses it, else the CPU. num_images: images per batch, as a number or a function of the batch; default:
     the length of the batch's first tensor, array or list. first_step: optimizer steps done before a resume; steps that
     are on record and done again are `recovery`; default: the count continues from the records. monitor: alerts, a
-    Prometheus port, trackers (docs/monitoring.md); `alert_exit` sends SIGTERM to this process.
+    Prometheus port, trackers (docs/watch.md); `alert_exit` sends SIGTERM to this process.
 
     Entering raises UsageError if the folder belongs to a stoker training or a live job, or another `measure` is open;
     StorageError if it cannot be written; ConfigError if `monitor` is not valid.

@@ -133,7 +133,7 @@ def _block_speeds(run: Path, lines: Iterable[StepWindow], unit: str) -> list[flo
     speeds = [sum(done for _, done in block) / sum(seconds for seconds, _ in block) for block in blocks]
     if not rows:
         what, cause = "The run has no speed to compare.", "neither its images nor its steps were counted"
-        fix = "put `stoker_watch.measure` around the training loop: it counts both (docs/measure.md)"
+        fix = "put `stoker_watch.measure` around the training loop: it counts both (docs/watch.md)"
         raise UsageError(what, location=run, cause=cause, fix=fix)
     if len(speeds) < MIN_BLOCKS:
         what = "The run is too short to compare its speed."

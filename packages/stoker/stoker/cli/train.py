@@ -174,7 +174,7 @@ def import_pipeline(
     """Imports a pipeline.config of the TensorFlow Object Detection API, without TensorFlow.
 
     Writes the settings, and reports each field of the file: carried over exactly, with a substitute, or not. See
-    docs/from-tensorflow.md.
+    docs/migrate.md.
     """
     from stoker.migration.pipeline import import_pipeline as read_pipeline
     from stoker.migration.pipeline import print_import, write_config

@@ -1,7 +1,7 @@
 """A detector as the bytes of one ONNX file that runs without stoker: it includes normalization, decoding and NMS.
 
 `torch.onnx` exports the network up to the candidate boxes (`Detector.candidates`). NMS is written here in ONNX's text
-format, because its result has no fixed size and torch's exporter has no operator for it. docs/onnx.md describes the
+format, because its result has no fixed size and torch's exporter has no operator for it. docs/export.md describes the
 file's inputs, outputs and metadata. `write.py` writes the file; `runtime.py` runs it.
 """
 

@@ -216,7 +216,7 @@ def _require_own_export(target: Path, suffix: str) -> None:
 
 
 def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, str]:
-    """Metadata of the file for other programs; docs/onnx.md."""
+    """Metadata of the file for other programs; docs/export.md."""
     texts = {
         "class_names": json.dumps(list(metadata.class_names), ensure_ascii=False),
         "image_size": json.dumps(list(metadata.image_size)),

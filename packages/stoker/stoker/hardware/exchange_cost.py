@@ -2,7 +2,7 @@
 
 The alpha-beta model of Thakur et al. 2005 ("Optimization of Collective Communication Operations in MPICH"): a message
 of b bytes takes alpha + b · beta. Used by `--sync auto` (`training/defaults/sync_choice.py`), by `stoker plan`
-(`planning/duration.py`) and fitted by `benchmarks/devices/scaling.py`; docs/scaling.md has its error. No torch.
+(`planning/duration.py`) and fitted by `benchmarks/devices/scaling.py`; docs/devices.md has its error. No torch.
 """
 
 import dataclasses

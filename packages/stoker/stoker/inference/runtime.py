@@ -1,7 +1,7 @@
 """Runs exported detectors, the files of `stoker export`, on the CPU: ONNX, OpenVINO, LiteRT and torch.export.
 
 Each class is a `postprocess.DetectorProtocol`: evaluation and prediction run it as they run the original model, and get
-the same boxes. docs/onnx.md and docs/export.md describe the files' inputs, outputs and metadata, and how to run them
+the same boxes. docs/export.md describes the files' inputs, outputs and metadata, and how to run them
 without stoker; the package `export` writes them. Needs the format's runtime, but not the detector's code.
 """
 

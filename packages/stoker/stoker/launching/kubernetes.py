@@ -184,7 +184,7 @@ def _read_patch(spec: LaunchSpec) -> dict[str, Any]:
         patch = yaml.safe_load(regular_files.read_text(path, max_bytes=1 << 20))
         found: dict[str, Any] = msgspec.convert(patch, dict[Literal["metadata", "spec"], dict[str, Any]])
     except (OSError, ValueError, RecursionError, yaml.YAMLError, msgspec.ValidationError) as error:
-        what, fix = "The file of --patch is not a part of a pod.", "`spec:`, `metadata:` or both (docs/launch-cloud.md)"
+        what, fix = "The file of --patch is not a part of a pod.", "`spec:`, `metadata:` or both (docs/launch.md)"
         raise ConfigError(what, location=path, cause=str(error), fix=fix) from error
     return found
 

@@ -213,7 +213,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     if spec.gpu is not None and spec.gpus == 0:
         raise UsageError(f"--gpu {spec.gpu} and --device cpu contradict each other.", fix="leave one of them out")
     if place.reach == "containers" and spec.image is None:
-        fix = "--image REGISTRY/IMAGE:TAG (how to make one: docs/launch-cloud.md)"
+        fix = "--image REGISTRY/IMAGE:TAG (how to make one: docs/launch.md)"
         raise UsageError(f"{place.name} runs containers: which image?", fix=fix)
     _check_batch(spec)
     _check_reach(spec, place)

@@ -1,7 +1,7 @@
 """The input readers of a pipeline.config: where records and label maps are, as one data set of stoker.
 
 The API names files. One file per split is named here too (`--train`, `--val`). Of several files or patterns, stoker
-reads the folder and tells the splits by their names (docs/tfrecord.md): what these names mean is in the report.
+reads the folder and tells the splits by their names (docs/data.md): what these names mean is in the report.
 """
 
 import posixpath

@@ -122,7 +122,7 @@ def make_plan(
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
     if chosen is not None and chosen.sync_reason:
-        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/scaling.md: what it costs)")
+        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/devices.md: what it costs)")
     if tpus:
         notes.append(
             "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"

@@ -5,7 +5,7 @@ runs (`stoker_watch/hardware/calibration.py`). An operator takes the longer of i
 device's peak and its bytes at a fraction of the bandwidth (Williams et al. 2009, "Roofline"), and a constant for its
 kernel. A GPU does this while the host issues the operators; whichever takes longer is the step. The fractions are
 fitted to measured steps: those of `assumptions.toml` to the ones named there, `fit` moves them to the user's. The
-method and its measured errors are in docs/plan-calibration.md. Not here: several devices, prices, the length of a run.
+method and its measured errors are in docs/plan.md. Not here: several devices, prices, the length of a run.
 """
 
 import contextlib

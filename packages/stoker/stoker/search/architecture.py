@@ -3,7 +3,7 @@
 All networks of a space use leading channels and blocks of one set of tensors. A step trains the largest, the smallest
 and one random network (the sandwich rule: Yu and Huang 2019, arXiv 1903.05134). A network is then scored without
 training: batch statistics again from a few batches (section 3.4 there), AP on the validation split, measured cost. What
-is tried next is in `study.py`. AP here only ranks; the found network is trained from scratch (`docs/search.md`).
+is tried next is in `study.py`. AP here only ranks; the found network is trained from scratch (`docs/tuning.md`).
 """
 
 import contextlib

@@ -306,7 +306,7 @@ def summary(study: Study) -> list[str]:
     elif len(spec.objectives) == 1:
         against = "n/a" if default is None else f"{default.values[0]:.3f}"
         lines.append(f"best: trial {best[0].number}, AP {best[0].values[0]:.3f}; the defaults: {against}")
-        lines.append("one seed each: train both with other seeds before you believe a difference (docs/search.md)")
+        lines.append("one seed each: train both with other seeds before you believe a difference (docs/tuning.md)")
     else:
         lines += [
             f"on the front: trial {trial.number}{' (the defaults)' if trial.number == 0 else ''}: "

@@ -1,4 +1,4 @@
-"""Training: `run.py` opens and closes a run, `loop.py` is the loop, `step.py` a step (docs/a-step.md).
+"""Training: `run.py` opens and closes a run, `loop.py` is the loop, `step.py` a step (docs/structure.md).
 
 Defaults of settings: `defaults/`. Checkpoints: `resume.py`, `checkpoint.py`; in a bucket `bucket_run.py`.
 Several processes: `parallel.py`. Neighbors: `data` delivers batches, `models` the losses, `report` the

@@ -122,7 +122,7 @@ class GradientHook:
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 """DiLoCo's 0.7, and less than its momentum of 0.9, which it found for rounds of 500 steps: with 8 steps, the changes of
 rounds are so much alike that it would add up to seven times a step (AP 0.010 instead of 0.151 on BCCD after 150 steps,
-docs/scaling.md). 0.5 is the momentum of MuLoCo for rounds of 30 (Therien et al. 2025, arXiv 2505.23725)."""
+docs/devices.md). 0.5 is the momentum of MuLoCo for rounds of 30 (Therien et al. 2025, arXiv 2505.23725)."""
 
 
 class LocalSteps:

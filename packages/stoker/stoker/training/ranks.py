@@ -10,7 +10,7 @@ rank has gone, raise it in its name (`RankError`), so that the user sees the fir
 the process that started the ranks (`local_ranks.py`) it is a file (`Failure`).
 
 The store and the exchanges have no passwords, as torch has none. Ranks of one machine listen on its loopback interface
-only; between machines it must be a network of trusted users (docs/scaling.md).
+only; between machines it must be a network of trusted users (docs/devices.md).
 """
 
 import contextlib

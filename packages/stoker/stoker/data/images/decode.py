@@ -6,7 +6,7 @@ GIL, so threads suffice. Images become upright by their EXIF orientation, unless
 small result is rotated. A file that is empty, truncated, damaged or not an image raises a `DataError` with its path. A
 flipped bit in a JPEG that still decodes is not detected, as JPEG has no checksum. Headers: `headers.py`. The region to
 show: `data/geometry.py`; the caller: `loading/samples.py`. Which JPEGs the device can decode instead
-(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits: `docs/image-files.md`.
+(`loading/device_decoder.py`) is decided here, without torch. Transparency, 16 bits: `docs/data.md`.
 """
 
 import io

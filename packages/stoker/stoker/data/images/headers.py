@@ -3,7 +3,7 @@
 Markers, chunks and tags are parsed here, in plain Python, because only a part of a remote file is read and EXIF may
 come after the pixels; Pillow reads a whole WebP file to open it. It takes 3 to 20 µs. Images that can never be decoded
 (12-bit and arithmetic-coded JPEG, floating-point TIFF, more than MAX_PIXELS pixels, AVIF, HEIC, a web page) are
-rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Formats: `docs/image-files.md`.
+rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Formats: `docs/data.md`.
 """
 
 import contextlib

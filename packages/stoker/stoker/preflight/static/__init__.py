@@ -2,7 +2,7 @@
 --dockerfile --requirements --script`. Files are read, never run; nothing is installed or downloaded.
 
 Dockerfiles are read by `image.py`, requirements by `requirements.py`, and judged by `version_rules.py`; scripts by
-`script_rules.py`. Versions and names are in `tables.py`. All rules are listed in docs/check-static.md.
+`script_rules.py`. Versions and names are in `tables.py`. All rules are listed in docs/check.md.
 """
 
 from collections.abc import Callable

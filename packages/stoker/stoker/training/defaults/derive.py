@@ -200,7 +200,7 @@ AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "satura
 
 
 def derive_model(known: Known) -> Choice:
-    """By device, images and weights: docs/which-model.md."""
+    """By device, images and weights: docs/models.md."""
     model = known.config.model
     choose = functools.partial(choose_model, known.index, known.device, model.weights, queries=model.queries)
     check_image_size(known.config.replace(model=choose()[0]))  # before a download

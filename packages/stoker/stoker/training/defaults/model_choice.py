@@ -1,7 +1,7 @@
 """Which model is trained if the user does not choose: on a CPU the one that measured best for such data, on others by
 published figures.
 
-What was measured, and what was not, is in docs/which-model.md.
+What was measured, and what was not, is in docs/models.md.
 """
 
 import math
@@ -35,7 +35,7 @@ MOST_LOST_BOXES = 0.2
 lower (39.2 and 48.5, by their publishers)."""
 COST_OF_RANDOM_WEIGHTS = (
     "after the same time ember_n had AP 0.53 on 270 photos of cars, ember_mobilenet_v2 from ImageNet weights 0.66 (on "
-    "blood cells less than ember_n; docs/which-model.md)"
+    "blood cells less than ember_n; docs/models.md)"
 )
 GFLOP_PER_CORE_SECOND = 160.0
 """1e9 operations per second that a core trains with, roughly: ember_n in bf16 (LOG.md, "Ember")."""

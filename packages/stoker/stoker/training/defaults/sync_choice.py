@@ -22,7 +22,7 @@ from stoker.training.defaults.dry_run import DryRun
 from stoker.training.ranks import Ranks
 
 CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8", "powersgd:4")
-"""The most faithful first, by AP at equal images (docs/scaling.md)."""
+"""The most faithful first, by AP at equal images (docs/devices.md)."""
 NEAR = 0.7
 """A method is fast enough if its images per second are this part of the fastest one's."""
 BUCKET_GAIN = 1.05
