@@ -9,8 +9,10 @@ import pytest
 from scripts.write_gpu_status import NEVER, read_features, render_page
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = {"run", "measured", "rendered", "fakes", "xla client", "n/a", "off", "refused", "threads only", "no streams", "the CPU",
-         "host's clock", "not used", "not offered", "not predicted", "not there"} | set(NEVER)  # fmt: skip
+WORDS = {
+    *("run", "measured", "rendered", "fakes", "xla client", "n/a", "off", "refused", "threads only", "no streams"),
+    *("the CPU", "host's clock", "not used", "not offered", "not predicted", "not there", *NEVER),
+}
 KEYS = {"area", "name", "file", "cpu", "cuda", "other", "tpu", "command", "note", "ran"}
 
 
@@ -26,7 +28,9 @@ def test_no_feature_is_listed_twice() -> None:
 @pytest.mark.parametrize("feature", read_features(), ids=lambda feature: feature["name"][:40])
 def test_a_feature_names_files_that_exist_and_words_of_the_page(feature: dict[str, Any]) -> None:
     assert KEYS >= feature.keys() >= KEYS - {"note", "ran"}
-    package = {"stoker": "packages/stoker", "stoker_watch": "packages/stoker-watch"}.get(feature["file"].split("/")[0], "")
+    package = {"stoker": "packages/stoker", "stoker_watch": "packages/stoker-watch"}.get(
+        feature["file"].split("/")[0], ""
+    )
     assert (ROOT / package / feature["file"]).exists()
     for device in ("cpu", "cuda", "other", "tpu"):
         assert feature[device].removesuffix(", fakes") in WORDS

@@ -13,7 +13,11 @@ from stoker.knowledge import read_toml
 from stoker.search.space import read_space
 from stoker_watch.cli.app import app
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "tuning.md").read_text().partition("\n## Hyper-parameter search\n")[2]
+PAGE = (
+    (Path(__file__).resolve().parents[3] / "docs" / "tuning.md")
+    .read_text()
+    .partition("\n## Hyper-parameter search\n")[2]
+)
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 

@@ -1,5 +1,5 @@
-"""docs/tuning.md, `stoker tune` and `stoker compare`: its table is that of the code, and its commands exist. The table is
-written by `python -m tests.trainer.tuning.test_tuning_page`."""
+"""docs/tuning.md, `stoker tune` and `stoker compare`: its table is that of the code, and its commands exist. The table
+is written by `python -m tests.trainer.tuning.test_tuning_page`."""
 
 import re
 import shlex

@@ -99,8 +99,8 @@ def records_section() -> str:
         HEAD,
         "The fields of every record of a run, generated from `stoker_watch/runs/schemas.py`,",
         "`stoker_watch/findings/finding.py` and `stoker_watch/runs/evaluation.py` by",
-        "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean, is",
-        "above. A field that is not measured is absent from its line.",
+        "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean,",
+        "is above. A field that is not measured is absent from its line.",
         "`Count`: a whole number of at least 0. `Whole`: a whole number. `Amount`: a number of at least 0.",
         "`Number` and `Finite`: a number, at most 1e15 and 1e300. `Role`: one of the texts that its field names.",
     ]
