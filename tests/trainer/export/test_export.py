@@ -34,7 +34,7 @@ from stoker_watch.errors import ParityError
 from tests.drawn import CLASSES, draw
 
 IMAGE_SIZE = (96, 128)
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "onnx.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "export.md"
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -173,7 +173,8 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     about = session.get_modelmeta().custom_metadata_map
     assert set(about) == {"class_names", "image_size", "resize", "padding", "weights_sha256", "iou_threshold",
                           "threshold", "stoker"}  # fmt: skip
-    assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
+    section = DOCUMENT.read_text().partition("### Metadata")[2].partition("\n### ")[0]
+    assert set(about) == set(re.findall(r"`(\w+)` \(", " ".join(section.split())))
     assert json.loads(about["class_names"]) == list(CLASSES)
     assert json.loads(about["image_size"]) == list(IMAGE_SIZE)
     assert json.loads(about["padding"]) == [124, 116, 104]

@@ -149,9 +149,10 @@ def test_what_random_weights_cost_is_one_line_with_the_alternative(
         assert "\n" not in warning
         assert alternative is not None
         assert alternative in warning
-        page = (Path(__file__).resolve().parents[3] / "docs" / "which-model.md").read_text()
+        page = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
         measured = re.search(
-            r"on (270) images of `cars` AP (\S+) with Muon \(three seeds\) and (\S+) \(", " ".join(page.split())
+            r"on (270) images of `cars`: `ember_n` (\S+) \(three seeds\), `ember_mobilenet_v2` (\S+) \(",
+            " ".join(page.split()),
         )
         assert measured is not None
         assert set(measured.groups()) <= set(re.findall(r"[0-9.]*[0-9]", warning))
