@@ -44,6 +44,29 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
     assert sorted(link for link in links if link and not (page.parent / link).exists()) == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    found: list[str] = []
+    for heading in re.findall(r"(?m)^#{1,6} (.*)$", text):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = "".join(char for char in heading if char.isalnum() or char in " -_").replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return set(found)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "LOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_anchor_that_a_page_links_to_exists(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    absent = []
+    for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" not in link and target.exists() and anchor not in anchors(target):
+            absent.append(link)
+    assert absent == []
+
+
 def test_the_roots_of_the_packages_have_few_files() -> None:
     watch, trainer = ({path.name for path in package.glob("*.py")} for package in PACKAGES)
     assert watch == {
