@@ -53,7 +53,7 @@ class ParityInputs(NamedTuple):
     names: list[str]
 
 
-class Format(NamedTuple):
+class ExportFormat(NamedTuple):
     """A value of --format."""
 
     suffix: str
@@ -64,14 +64,14 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "onnx": Format(".onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), programs.write_onnx),
-    "openvino": Format(".xml", "openvino", ("openvino", "onnx", "onnxscript"), programs.write_openvino),
-    "litert": Format(".tflite", "litert", ("litert_torch", "ai_edge_litert"), programs.write_litert),
-    "torch": Format(".pt2", "", (), programs.write_torch),
+    "onnx": ExportFormat(".onnx", "onnx", ("onnx", "onnxscript", "onnxruntime"), programs.write_onnx),
+    "openvino": ExportFormat(".xml", "openvino", ("openvino", "onnx", "onnxscript"), programs.write_openvino),
+    "litert": ExportFormat(".tflite", "litert", ("litert_torch", "ai_edge_litert"), programs.write_litert),
+    "torch": ExportFormat(".pt2", "", (), programs.write_torch),
 }
 
 
-def find_format(name: str) -> Format:
+def find_format(name: str) -> ExportFormat:
     """Raises UsageError for a format that stoker does not write, with the command of those made from its files."""
     if name in FORMATS:
         return FORMATS[name]

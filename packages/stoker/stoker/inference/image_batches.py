@@ -29,7 +29,7 @@ from stoker.data.images import source as places
 from stoker.data.images.headers import parse_header, read_header
 from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.hardware.device import Device
-from stoker.inference.video import Frame
+from stoker.inference.video import VideoFrame
 from stoker_watch.errors import ConfigError, DataError
 from stoker_watch.hardware.cgroup import host_cores
 
@@ -52,7 +52,7 @@ MERGE_IOU = 0.7
 MIN_COVERED_FRACTION = 0.5
 """A cut-off box is removed if another box of its class covers this fraction of its area (SAHI's default)."""
 
-ImageSource = Path | decode.Pixels | Frame
+ImageSource = Path | decode.Pixels | VideoFrame
 """An image file, a frame of a video, or pixels: uint8 [h, w, 3], RGB, upright."""
 
 
@@ -96,7 +96,7 @@ def load_pixels(source: ImageSource) -> decode.Pixels:
     """The whole image, uint8 [h, w, 3] RGB, upright. Raises DataError."""
     if isinstance(source, Path):
         return decode.decode(read_image(source), source)
-    return source.pixels if isinstance(source, Frame) else source
+    return source.pixels if isinstance(source, VideoFrame) else source
 
 
 class InputImage:

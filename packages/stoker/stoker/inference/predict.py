@@ -191,58 +191,22 @@ def predict_to_dir(
     could not be read.
     """
     paths = find_inputs(inputs, out)
-    if any(map(is_video, paths)):
+    images, videos = ([path for path in paths if is_video(path) == wanted] for wanted in (False, True))
+    if videos:
         import_av()
     _require_output_dir(out)
     if (out / RESULTS_NAME).exists():
         yield f"{out} has results of an earlier prediction: its images stay, {RESULTS_NAME} is replaced"
-    _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
-    results: list[dict[str, Any]] = []
-    failed: list[DataError] = []
-    names = dict(zip(paths, output_names(paths), strict=True))
-    counts = Counter(Path(name).stem.lower() for name in names.values())
-    stems = {path: name if counts[Path(name).stem.lower()] > 1 else Path(name).stem for path, name in names.items()}
-    images, videos = ([path for path in paths if is_video(path) == wanted] for wanted in (False, True))
-
-    def save(prediction: Prediction, path: Path) -> None:
-        if prediction.frame is None:
-            save_image(prediction.draw(), out / names[path], fix=WRITE_FIX)
-        stem = stems[path] + ("" if prediction.frame is None else f"-{prediction.frame:06d}")
-        if save_txt:
-            _save_labels(prediction, out / "labels" / f"{stem}.txt")
-        if save_crop:
-            _save_crops(prediction, out / "crops", stem)
-
-    pool = ThreadPoolExecutor(host_cores(), "stoker-draw")
+    folder = _OutputFolder(out, paths, save_txt=save_txt, save_crop=save_crop)
+    folder.write_results()  # marks the folder as an output folder, also if this run is interrupted
     try:
-        pending: deque[Future[None]] = deque()
-        for prediction, path in zip(detect(images), images, strict=True):
-            results.append(prediction.to_dict())
-            if prediction.error is not None:
-                failed.append(prediction.error)
-                yield f"{display_path(path)}: not read: {prediction.error.cause or prediction.error.what}"
-                continue
-            pending.append(pool.submit(save, prediction, path))
-            while len(pending) > 2 * DEFAULT_BATCH_SIZE:
-                pending.popleft().result()
-            yield f"{display_path(path)}: {prediction}"
-        for future in pending:
-            future.result()
+        yield from folder.write_images(detect, images)
         for path in videos:
-            results.append({"path": display_path(path), "frames": 0, "results": f"{names[path]}.jsonl"})
-            try:
-                for prediction in _save_video(detect(read_frames(path)), out / names[path], is_camera(path)):
-                    results[-1]["frames"] += 1
-                    save(prediction, path)
-            except DataError as error:
-                results[-1]["error"] = str(error)
-                failed.append(error)
-                yield f"{display_path(path)}: not read completely: {error.cause}"
-            yield f"{display_path(path)}: {results[-1]['frames']:,} frames"
+            yield from folder.write_video(detect, path)
     finally:
-        pool.shutdown(wait=False)  # what was given to it is still saved; for the wait see `image_batches.iter_batches`
-        _write_results(out, results)  # also after an interruption
-    num_done, kind = len(results) - len(failed), "file" if videos else "image"
+        folder.write_results()  # also after an interruption
+    failed, num_done = folder.failed, len(folder.results) - len(folder.failed)
+    kind = "file" if videos else "image"
     yield f"{num_done:,} {kind}{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"
     if failed:
         raise DataError(
@@ -251,6 +215,73 @@ def predict_to_dir(
             cause=failed[0].cause or failed[0].what,
             fix=f"all of them have an `error` in {out / RESULTS_NAME}",
         )
+
+
+class _OutputFolder:
+    """What `predict_to_dir` writes of these files. Its generators yield lines about them."""
+
+    def __init__(self, out: Path, paths: Sequence[Path], *, save_txt: bool, save_crop: bool) -> None:
+        self.out, self.save_txt, self.save_crop = out, save_txt, save_crop
+        self.results: list[dict[str, Any]] = []
+        """Entries of predictions.json."""
+        self.failed: list[DataError] = []
+        self._names = dict(zip(paths, output_names(paths), strict=True))
+        counts = Counter(Path(name).stem.lower() for name in self._names.values())
+        self._stems = {
+            path: name if counts[Path(name).stem.lower()] > 1 else Path(name).stem for path, name in self._names.items()
+        }
+
+    def write_results(self) -> None:
+        with writing("The results cannot be written.", self.out, fix=WRITE_FIX):
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.out / RESULTS_NAME, msgspec.json.format(encode_json(self.results), indent=1) + b"\n")
+
+    def write_images(self, detect: Detect, paths: Sequence[Path]) -> Iterator[str]:
+        pool = ThreadPoolExecutor(host_cores(), "stoker-draw")
+        pending: deque[Future[None]] = deque()
+        try:
+            for prediction, path in zip(detect(paths), paths, strict=True):
+                self.results.append(prediction.to_dict())
+                if prediction.error is not None:
+                    self.failed.append(prediction.error)
+                    yield f"{display_path(path)}: not read: {prediction.error.cause or prediction.error.what}"
+                    continue
+                pending.append(pool.submit(self._write, prediction, path))
+                while len(pending) > 2 * DEFAULT_BATCH_SIZE:
+                    pending.popleft().result()
+                yield f"{display_path(path)}: {prediction}"
+            for future in pending:
+                future.result()
+        finally:
+            pool.shutdown(
+                wait=False
+            )  # what was given to it is still written; the wait: see `image_batches.iter_batches`
+
+    def write_video(self, detect: Detect, path: Path) -> Iterator[str]:
+        name = self._names[path]
+        self.results.append({"path": display_path(path), "frames": 0, "results": f"{name}.jsonl"})
+        entry = self.results[-1]
+        try:
+            for prediction in _save_video(detect(read_frames(path)), self.out / name, is_camera(path)):
+                entry["frames"] += 1
+                self._write(prediction, path)
+        except DataError as error:
+            entry["error"] = str(error)
+            self.failed.append(error)
+            yield f"{display_path(path)}: not read completely: {error.cause}"
+        yield f"{display_path(path)}: {entry['frames']:,} frames"
+
+    def _write(self, prediction: Prediction, path: Path) -> None:
+        """Writes an image with boxes, and what else is wanted of an image or frame."""
+        stem = self._stems[path]
+        if prediction.frame is None:
+            save_image(prediction.draw(), self.out / self._names[path], fix=WRITE_FIX)
+        else:
+            stem += f"-{prediction.frame:06d}"
+        if self.save_txt:
+            _save_labels(prediction, self.out / "labels" / f"{stem}.txt")
+        if self.save_crop:
+            _save_crops(prediction, self.out / "crops", stem)
 
 
 def _save_video(predictions: Iterator[Prediction], target: Path, is_endless: bool) -> Iterator[Prediction]:
@@ -323,9 +354,3 @@ def _require_output_dir(out: Path) -> None:
         raise UsageError("The output folder is a file.", location=out, fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():
         raise make_error(UsageError, "output-folder-has-other-files", out, results=RESULTS_NAME)
-
-
-def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
-    with writing("The results cannot be written.", out, fix=WRITE_FIX):
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / RESULTS_NAME, msgspec.json.format(encode_json(results), indent=1) + b"\n")

@@ -33,7 +33,7 @@ TIME_BASE = Fraction(1, 1000)
 """Unit of the times of frames that are written."""
 
 
-class Frame(NamedTuple):
+class VideoFrame(NamedTuple):
     """A frame of a video or camera; pixels: uint8 [h, w, 3] RGB, upright; number: from 0; time_s: from the start."""
 
     path: Path
@@ -68,7 +68,7 @@ class _VideoFile(io.FileIO):
             return -1
 
 
-def read_frames(path: Path) -> Iterator[Frame]:
+def read_frames(path: Path) -> Iterator[VideoFrame]:
     """The frames of a video file, or those of a camera without end. Raises PreflightError without PyAV; DataError, also
     after the last frame if there was none, or if a part of the file was damaged."""
     av = import_av()
@@ -90,7 +90,7 @@ def read_frames(path: Path) -> Iterator[Frame]:
             raise DataError("The video cannot be read.", location=display_path(path), cause=cause) from error
 
 
-def _decode(container: Any, path: Path) -> Iterator[Frame]:
+def _decode(container: Any, path: Path) -> Iterator[VideoFrame]:
     if not container.streams.video:
         raise OSError("it has no video frames")
     stream, start_s, number, num_damaged = container.streams.video[0], None, 0, 0
@@ -106,7 +106,7 @@ def _decode(container: Any, path: Path) -> Iterator[Frame]:
             start_s = frame.time if start_s is None else start_s
             time_s = number / float(stream.average_rate or 25) if frame.time is None else frame.time - (start_s or 0.0)
             upright = np.rot90(frame.to_ndarray(format="rgb24"), getattr(frame, "rotation", 0) // 90)
-            yield Frame(path, np.ascontiguousarray(upright), number, time_s)
+            yield VideoFrame(path, np.ascontiguousarray(upright), number, time_s)
             number += 1
     if not number:
         raise OSError("no frame of it can be decoded")

@@ -47,7 +47,7 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return has_values and is_for_model and any(fnmatchcase(path, pattern) for pattern in self.fields)
 
 
-class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a feature extractor of the API becomes."""
 
     pattern: str
@@ -56,9 +56,9 @@ class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str
 
 
-class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PipelineKnowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
-    detectors: dict[str, tuple[Detector, ...]]
+    detectors: dict[str, tuple[ModelChoice, ...]]
     colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
     """Augmentation → setting (the largest distance from the center, up to the limit) → (center, limit, defaults)."""
     traps: dict[str, str]
@@ -68,9 +68,9 @@ class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @functools.cache
-def knowledge() -> _Knowledge:
+def knowledge() -> PipelineKnowledge:
     """What is known about the fields and models of the API."""
-    return msgspec.convert(read_toml("pipeline_fields.toml"), _Knowledge)
+    return msgspec.convert(read_toml("pipeline_fields.toml"), PipelineKnowledge)
 
 
 class FieldRow(msgspec.Struct, frozen=True, kw_only=True):

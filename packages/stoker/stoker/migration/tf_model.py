@@ -7,7 +7,7 @@ stoker does not have becomes the nearest one: same family first, then similar co
 import math
 from fnmatch import fnmatchcase
 
-from stoker.migration.fields import Detector, FieldAccount, knowledge
+from stoker.migration.fields import FieldAccount, ModelChoice, knowledge
 from stoker.migration.text_format import Message
 from stoker_watch.errors import ConfigError
 
@@ -23,7 +23,7 @@ SIZE_FIELDS = {
 """Resizer → the fields with its sides, and their defaults."""
 
 
-def choose_detector(model: Message) -> tuple[str, Message, Detector]:
+def choose_detector(model: Message) -> tuple[str, Message, ModelChoice]:
     """(family, its message, what it becomes). Raises ConfigError for a file without one of FAMILIES."""
     family = model.kind()
     if family not in FAMILIES:
@@ -35,15 +35,15 @@ def choose_detector(model: Message) -> tuple[str, Message, Detector]:
     is_lite = family == "ssd" and message.child("feature_extractor").flag("use_depthwise", False)
     name = kind.removesuffix("_keras")
     if name == "ssd_mobilenet_v2_fpn" and is_lite:
-        return family, message, Detector(name, "retinanet_mobilenet_v2_fpnlite", "SSD MobileNetV2 FPN-lite")
+        return family, message, ModelChoice(name, "retinanet_mobilenet_v2_fpnlite", "SSD MobileNetV2 FPN-lite")
     for detector in knowledge().detectors[family]:
         if fnmatchcase(name, detector.pattern):
             return family, message, detector
     note = f"stoker does not know {kind!r}; the usual model of the family, so choose another where it matters"
-    return family, message, Detector(name, FALLBACK[family], note)
+    return family, message, ModelChoice(name, FALLBACK[family], note)
 
 
-def read_model(account: FieldAccount, family: str, message: Message, detector: Detector) -> None:
+def read_model(account: FieldAccount, family: str, message: Message, detector: ModelChoice) -> None:
     """Rows and settings of what is computed from several fields of `model.<family>`."""
     settings = {"model": account.model.name}
     account.carry(message.child("feature_extractor"), "type", "substitute", settings, detector.note)

@@ -143,31 +143,37 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
 
 
 def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> None:
-    entries = [
-        (int(entry.number("step", 0)), entry.number("learning_rate", 0.002)) for entry in chosen.children("schedule")
-    ]
-    initial = chosen.number("initial_learning_rate", 0.002)
-    is_warmup = chosen.flag("warmup", False) and bool(entries)
-    reached = [(step, lr) for step, lr in entries if not steps or step < steps]
-    rates = [lr for _, lr in reached] if is_warmup and reached else [initial, *(lr for _, lr in reached)]
-    peak = max(rates)
-    from_peak = next((k for k, (_, lr) in enumerate(reached) if lr == peak), 0)
-    falling = [(step, lr) for step, lr in reached[from_peak:] if lr < peak]
-    scheduler, note = "constant", f"no step within the training's {steps:,}"
-    if falling:
-        scheduler = "multistep" if falling[-1][1] <= peak * math.sqrt(0.1) else "constant"
-        listed = ", ".join(f"{lr:g} from step {step:,}" for step, lr in falling)
-        here = "times 0.1 at 2/3 and 8/9 of the length" if scheduler == "multistep" else "a constant learning rate"
-        note = f"there: {listed}; here {here}"
+    entries = chosen.children("schedule")
+    schedule = [(int(entry.number("step", 0)), entry.number("learning_rate", 0.002)) for entry in entries]
+    reached = [(step, lr) for step, lr in schedule if not steps or step < steps]
+    lrs = [lr for _, lr in reached]
+    initial, warmup = chosen.number("initial_learning_rate", 0.002), 0
+    before = [initial]
+    if schedule and chosen.flag("warmup", False):
+        first_step = schedule[0][0]
+        warmup = min(first_step, steps // 10) if steps else first_step
+        before = [] if lrs else before  # the warm-up begins with it
+    peak = max(before + lrs)
+    falling = [(step, lr) for step, lr in reached[lrs.index(peak) if peak in lrs else 0 :] if lr < peak]
+    scheduler, note = _nearest_scheduler(falling, peak, steps)
     account.settings["lr_scheduler"] = scheduler
     note_of_peak = "" if peak == initial else "the highest of the schedule"
     account.carry(chosen, "initial_learning_rate", "exact", {"lr": peak}, note_of_peak)
-    warmup = min(entries[0][0], steps // 10 if steps else entries[0][0]) if is_warmup else 0
     note_of_warmup = "it begins at a thousandth of the peak"
     account.carry(chosen, "warmup", "substitute" if warmup else "exact", {"warmup_steps": warmup}, note_of_warmup)
-    for entry in chosen.children("schedule"):
+    for entry in entries:
         for name in ("step", "learning_rate"):
             account.carry(entry, name, "substitute" if falling else "exact", {"lr_scheduler": scheduler}, note)
+
+
+def _nearest_scheduler(falling: list[tuple[int, float]], peak: float, steps: int) -> tuple[str, str]:
+    """(a value of `--lr-scheduler`, what differs) for a schedule that falls from its peak at these steps."""
+    if not falling:
+        return "constant", f"no step within the training's {steps:,}"
+    listed = ", ".join(f"{lr:g} from step {step:,}" for step, lr in falling)
+    if falling[-1][1] <= peak * math.sqrt(0.1):
+        return "multistep", f"there: {listed}; here times 0.1 at 2/3 and 8/9 of the length"
+    return "constant", f"there: {listed}; here a constant learning rate"
 
 
 def _read_weight_decay(account: FieldAccount, train: Message, model: Message) -> None:

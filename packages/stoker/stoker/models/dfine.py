@@ -115,7 +115,7 @@ class Gate(nn.Module):
         return self.norm(of_first * first + of_second * second)
 
 
-class DecoderLayer(nn.Module):
+class DFineDecoderLayer(nn.Module):
     def __init__(self, channels: int, feedforward: int, num_points: Sequence[int], *, modern: bool, lite: bool) -> None:
         super().__init__()
         norm: type[nn.Module] = FiniteRMSNorm if modern else FiniteLayerNorm
@@ -143,7 +143,7 @@ class DecoderLayer(nn.Module):
         return self.final_layer_norm(x + self.mlp(x))
 
 
-class Decoder(DerivedBuffers):
+class DFineDecoder(DerivedBuffers):
     """Queries and maps → predictions of each layer. modern: DEIMv2's layers, and positions of the queries from the
     boxes that they start with; lite: no gates, and one box head for all layers."""
 
@@ -156,7 +156,7 @@ class Decoder(DerivedBuffers):
         super().__init__()
         activation = functional.silu if modern else functional.relu
         self.layers = nn.ModuleList(
-            DecoderLayer(channels, feedforward, num_points, modern=modern, lite=lite) for _ in range(num_layers)
+            DFineDecoderLayer(channels, feedforward, num_points, modern=modern, lite=lite) for _ in range(num_layers)
         )
         widths = (4, channels, channels, channels) if modern else (4, 2 * channels, channels)
         self.query_pos_head = MLP(widths, activation)
@@ -235,7 +235,7 @@ class DFine(Detector):
             norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers,
             feedforward=encoder_feedforward, expansion=expansion, num_blocks=round(3 * depth), fused=modern,
         )  # fmt: skip
-        self.decoder = Decoder(
+        self.decoder = DFineDecoder(
             channels, num_classes, feedforward=feedforward, num_points=num_points, num_layers=num_layers,
             modern=modern, lite=lite, reg_scale=reg_scale,
         )  # fmt: skip

@@ -135,7 +135,7 @@ class Block(nn.Module):
         return out + x if self.residual else out
 
 
-class Stage(nn.Module):
+class HGStage(nn.Module):
     def __init__(self, in_channels: int, spec: StageSpec, number: int, network: HGNetSpec, norm: Norm) -> None:
         super().__init__()
         # The first stage has the stride of the stem.
@@ -175,7 +175,7 @@ class HGNetBackbone(Backbone):
         self.body = nn.ModuleDict({"stem": Stem(*spec.stem, affine=spec.affine, norm=make_norm)})
         widths = [spec.stem[1], *(stage.out for stage in spec.stages)]
         self.body["stages"] = nn.ModuleList(
-            Stage(widths[number], stage, number, spec, make_norm) for number, stage in enumerate(spec.stages)
+            HGStage(widths[number], stage, number, spec, make_norm) for number, stage in enumerate(spec.stages)
         )
         self.encoder = encoder
         for part in [self.body["stem"], *self.body["stages"]][: max(0, 5 - trainable_stages)]:  # type: ignore[misc]
@@ -208,7 +208,7 @@ class RepBlock(nn.Module):
         return functional.silu(self.conv1(x) + self.conv2(x))
 
 
-class CSPLayer(nn.Module):
+class RepCSPLayer(nn.Module):
     """Half of the channels pass `num_blocks` RepBlocks, and the other half is added. fused: one convolution makes both
     halves, and a 3 × 3 convolution follows (DEIMv2); otherwise that convolution is the caller's (D-FINE)."""
 
@@ -238,7 +238,7 @@ class ELANBlock(nn.Module):
         middle = round(expansion * channels // 2)
         self.conv1 = silu_conv(in_channels, 2 * channels, norm, kernel_size=1)
         self.csp_rep1, self.csp_rep2 = (
-            CSPLayer(width, middle, num_blocks, norm, fused=fused) for width in (channels, middle)
+            RepCSPLayer(width, middle, num_blocks, norm, fused=fused) for width in (channels, middle)
         )
         after = [nn.Identity() if fused else silu_conv(middle, middle, norm) for _ in range(2)]
         self.conv2, self.conv3 = after

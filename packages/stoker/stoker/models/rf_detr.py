@@ -204,7 +204,7 @@ class CrossAttention(DeformableAttention):
         return self.output_proj(super().forward(queries, reference, self.value_proj(value), grids))
 
 
-class DecoderLayer(nn.Module):
+class RFDETRDecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.self_attn, self.cross_attn = SelfAttention(CHANNELS), CrossAttention()
@@ -224,12 +224,12 @@ class DecoderLayer(nn.Module):
         return self.layer_norm(x + self.mlp(x))
 
 
-class Decoder(DerivedBuffers):
+class RFDETRDecoder(DerivedBuffers):
     frequencies: Tensor
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DecoderLayer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(RFDETRDecoderLayer() for _ in range(num_layers))
         self.layernorm = FiniteLayerNorm(CHANNELS)
         self.ref_point_head = MLP((2 * CHANNELS, CHANNELS, CHANNELS))
         self.register_buffer("frequencies", torch.empty(CHANNELS // 4), persistent=False)
@@ -277,7 +277,7 @@ class RFDETR(Detector):
     def __init__(self, settings: ModelSettings, num_classes: int, *, num_layers: int, positions: int) -> None:
         super().__init__(settings, num_classes)
         self.backbone = WindowedViT(positions, settings.trainable_backbone_layers)
-        self.projector, self.decoder = Projector(), Decoder(num_layers)
+        self.projector, self.decoder = Projector(), RFDETRDecoder(num_layers)
         total = GROUPS * settings.queries
         self.reference_point_embed, self.query_feat = nn.Embedding(total, 4), nn.Embedding(total, CHANNELS)
         nn.init.zeros_(self.reference_point_embed.weight)
