@@ -29,7 +29,7 @@ def test_the_file_finds_what_the_model_finds(name: str, tmp_path: Path) -> None:
     )
     thresholds = {"score_threshold": 0.01, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
+    path.write_bytes(graph.build_onnx(graph.Spec(model, metadata, **thresholds)))
     assert b"NonMaxSuppression" not in path.read_bytes()
     images = make_batch((0, 0, 0), canvas, len(classes), seed=3).images.numpy()
     inside = np.array([canvas, (50, 60), canvas], np.int32)

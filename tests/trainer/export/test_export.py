@@ -121,7 +121,7 @@ def run(tmp_path: Path, data: Path) -> Path:
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exported") / "best.onnx"
-    path.write_bytes(graph.build_onnx(*lively(), score_threshold=0.05, iou_threshold=0.5))
+    path.write_bytes(graph.build_onnx(graph.Spec(*lively(), score_threshold=0.05, iou_threshold=0.5)))
     return path
 
 
@@ -132,10 +132,7 @@ def model() -> models.Detector:
 
 def of_file(file: OnnxModel, images: Any, resized_size: Any, **thresholds: float) -> list[parity.ImageDetections]:
     found = file.run(images, resized_size, **thresholds)
-    return [
-        parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
-        for n, count in enumerate(found.count.tolist())
-    ]
+    return [found.of_image(n) for n in range(len(found.boxes))]
 
 
 def random_images(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -243,7 +240,9 @@ def test_a_fixed_batch_other_keys_and_opset(tmp_path: Path, model: models.Detect
     path, metadata = tmp_path / "four.onnx", lively()[1]
     path.write_bytes(
         graph.build_onnx(
-            model, metadata, score_threshold=0.2, iou_threshold=0.3, max_detections=7, opset=opset, batch_size=4
+            graph.Spec(
+                model, metadata, score_threshold=0.2, iou_threshold=0.3, max_detections=7, opset=opset, batch_size=4
+            )
         )
     )
     assert onnx.load(path).opset_import[0].version == opset

@@ -258,7 +258,7 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, changes: dict[
     )
     thresholds = {"score_threshold": 0.25, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
+    path.write_bytes(graph.build_onnx(graph.Spec(model, metadata, **thresholds)))
     file = OnnxModel(path, num_threads=1)
     images = make_batch((0, 0, 0), CANVAS, CLASSES, seed=3).images.numpy()
     inside = np.array([CANVAS, (50, 60), CANVAS], np.int32)

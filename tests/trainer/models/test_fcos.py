@@ -344,12 +344,12 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: p
     )
     thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
+    path.write_bytes(graph.build_onnx(graph.Spec(model, metadata, **thresholds)))
     images = make_batch((0, 0, 0), image_size, CLASSES, seed=3).images.numpy()
     inside = np.array([image_size, (50, 60), image_size], np.int32)
     found = OnnxModel(path, num_threads=1).run(images, inside, **thresholds)
-    for n, count in enumerate(found.count.tolist()):
-        one = parity.ImageDetections(found.boxes[n, :count], found.scores[n, :count], found.labels[n, :count])
+    for n in range(len(found.boxes)):
+        one = found.of_image(n)
         compared = parity.compare_detections(
             "it",
             parity._run_model(model, images[n], inside[n], max_detections=100, **thresholds),

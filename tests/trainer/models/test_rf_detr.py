@@ -245,7 +245,7 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path) -> None:
     )
     thresholds = {"score_threshold": 0.01, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
-    path.write_bytes(graph.build_onnx(model, metadata, **thresholds))
+    path.write_bytes(graph.build_onnx(graph.Spec(model, metadata, **thresholds)))
     file = OnnxModel(path, num_threads=1)
     images = make_batch((0, 0, 0), canvas, CLASSES, seed=3).images.numpy()
     inside = np.array([canvas, (50, 60), canvas], np.int32)

@@ -521,7 +521,9 @@ def test_the_onnx_file_finds_what_the_model_finds(name: str, image_size: tuple[i
     model.eval()
     metadata = ModelMetadata(settings=chosen, class_names=NAMES, image_size=image_size, resize="letterbox")
     path = tmp_path / "it.onnx"
-    path.write_bytes(graph.build_onnx(model, metadata, score_threshold=0.05, iou_threshold=model.iou_threshold))
+    path.write_bytes(
+        graph.build_onnx(graph.Spec(model, metadata, score_threshold=0.05, iou_threshold=model.iou_threshold))
+    )
     inside = np.array([image_size, image_size, (50, 60), image_size], np.int32)
     found, _ = parity.compare_outputs(
         model, OnnxModel(path, num_threads=1), images, inside, list("abcd"),

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
-from stoker.models.ember import MAX_BOX_PX
+from stoker.models.ember import REG_MAX
 from stoker.training.defaults.checks import warn_oversized_boxes
 from tests.drawn import draw
 
@@ -29,7 +29,7 @@ def test_boxes_longer_than_ember_predicts_are_counted(index: Index) -> None:
     boxes[first] = (1, 0, 61, 4)  # 60 pixels of 64
     long = dataclasses.replace(index, boxes=boxes)
     assert warn_oversized_boxes(config("ember_n", 1024), long) is None  # 60 · 1024 / 64 = 960
-    assert MAX_BOX_PX == 960
+    assert 2 * (REG_MAX - 1) * 32 == 960  # what the table says of the longest box at stride 32
     said = warn_oversized_boxes(config("ember_n", 1056), long)
     assert said is not None
     assert said.startswith(f"1 of {last - first} boxes are longer than 960 pixels at the image size 1056×1056 (up")

@@ -19,7 +19,6 @@ from stoker_watch.printable import print_text
 
 
 def add_to(app: App) -> None:
-    """Adds the commands."""
     app.help = "Trains object detectors on cloud GPUs at full utilization, and shows where every GPU-second went."
     app.help_epilogue = (
         "Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 1 another error, 2 usage, "

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from stoker.cli.quick_import import quick_imports
 from stoker.config.settings import Config, from_toml
+from stoker.knowledge import read_toml
 from stoker_watch.cli import PARAMETER, described
 from stoker_watch.durations import join_length
 from stoker_watch.errors import CaptureFailed
@@ -19,17 +20,6 @@ from stoker_watch.printable import print_json, print_text
 
 if TYPE_CHECKING:
     from stoker.training.local_ranks import Result
-
-COMMON_FLAGS = (
-    "epochs", "steps", "max-time", "model", "weights", "image-size", "batch-size", "lr", "classes", "augment", "device",
-    "devices", "precision", "workers", "patience", "run-dir", "resume",
-)  # fmt: skip
-"""The flags that `stoker train --help` shows; `--help-all` shows all."""
-EXAMPLES = (
-    ("stoker train demo", "small data set that stoker draws"),
-    ("stoker train FOLDER --epochs 20 --weights imagenet", "your images"),
-    ("stoker train gs://bucket/coco --run-dir gs://bucket/runs/first", "data and run in a bucket"),
-)
 
 
 def flags_of(command: App) -> dict[str, bool]:
@@ -133,29 +123,24 @@ def join_settings(config: Config, config_file: Path | None, data: str | None, **
 
 
 def train_help(app: App) -> str:
-    """The text of `stoker train --help`: COMMON_FLAGS with the first clause of their descriptions, and examples."""
-    command = app["train"]
+    """The text of `stoker train --help`: common flags with the first clause of their descriptions, and examples."""
+    command, page = app["train"], read_toml("commands.toml")["train_help"]
     arguments = command.assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
     texts = {name: argument.parameter.help or "" for argument in arguments for name in argument.names}
     width = min(110, shutil.get_terminal_size((100, 24)).columns)
     lines = [
         "Usage: stoker train DATA [--FLAG VALUE …]",
         "",
-        *textwrap.wrap(
-            "Trains a detector. DATA is a folder or file with labeled images (COCO JSON, Pascal VOC, YOLO, "
-            "TFRecord, CSV), a URI (gs://, s3://, https://), or `demo`. A setting that is not set is derived from data "
-            "and device, and printed with its reason. The same command again continues an unfinished run.",
-            width,
-        ),
+        *textwrap.wrap(page["text"], width),
         "",
     ]
-    for flag in COMMON_FLAGS:
+    for flag in page["flags"]:
         clause = re.split(r"(?<=[\w)])[.;](?:\s|$)", " ".join(texts[f"--{flag}"].split()), maxsplit=1)[0]
         lines.append(textwrap.shorten(clause, width - 17, placeholder=" …"))
         lines[-1] = f"  --{flag:<12} {lines[-1]}"
     lines += ["", "Examples:"]
-    longest = max(len(example) for example, _ in EXAMPLES)
-    lines += [f"  {example:<{longest}}  # {comment}"[:width] for example, comment in EXAMPLES]
+    longest = max(map(len, page["examples"]))
+    lines += [f"  {example:<{longest}}  # {comment}"[:width] for example, comment in page["examples"].items()]
     lines += ["", "stoker train --help-all lists all settings; docs/settings.md describes them."]
     return "\n".join(lines)
 

@@ -9,9 +9,9 @@ import contextlib
 import importlib.metadata
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,45 +54,57 @@ class CandidateModel(nn.Module):
         return tuple(self.model.candidates(self.model(images), resized_sizes, score_threshold=score_threshold))
 
 
-def build_onnx(
-    model: "models.Detector",
-    model_metadata: model_file.ModelMetadata,
-    *,
-    score_threshold: float,
-    iou_threshold: float,
-    max_detections: int = MAX_DETECTIONS,
-    opset: int = OPSETS[0],
-    batch_size: int | None = None,
-    metadata: dict[str, str] | None = None,
-) -> bytes:
-    """The ONNX file of a model on the CPU. iou_threshold: with 1 the file has no NMS and no input for its threshold;
-    batch_size: images per call, None for any number; max_detections: boxes of an image.
+class Spec(NamedTuple):
+    model: "models.Detector"
+    """On the CPU."""
+    metadata: model_file.ModelMetadata
+    score_threshold: float
+    iou_threshold: float
+    """1: no NMS, and no input for its threshold."""
+    max_detections: int = MAX_DETECTIONS
+    opset: int = OPSETS[0]
+    batch_size: int | None = None
+    """Images per call; None for any number, which is one in LiteRT."""
+    texts: Mapping[str, str] = {}
+    """Further metadata of the file."""
 
-    Raises PreflightError if a package is missing, ConfigError for a number out of range.
-    """
-    check_options(score_threshold, iou_threshold, max_detections, opset, batch_size)
+    def check(self) -> None:
+        """Raises ConfigError for a number out of range; the flag is named."""
+        for name, value, is_valid, choices in (
+            ("conf", self.score_threshold, 0 <= self.score_threshold <= 1, "0 … 1"),
+            ("iou", self.iou_threshold, 0 <= self.iou_threshold <= 1, "0 … 1"),
+            ("max-detections", self.max_detections, self.max_detections >= 1, "1 or more"),
+            ("opset", self.opset, OPSETS[0] <= self.opset <= OPSETS[1], f"{OPSETS[0]} … {OPSETS[1]}"),
+            ("batch-size", self.batch_size, self.batch_size is None or self.batch_size >= 1, "dynamic, 1 or more"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"--{name} {value} is out of range.", choices=choices.split(", "))
+
+
+def build_onnx(spec: Spec) -> bytes:
+    """The ONNX file. Raises PreflightError if a package is missing, ConfigError for a number out of range."""
+    spec.check()
     onnx = require_package("onnx", "An export")
     require_package("onnxscript", "An export")
     numpy_helper = importlib.import_module("onnx.numpy_helper")
-    network = export_network(model, model_metadata.image_size, opset)
+    network = export_network(spec.model, spec.metadata.image_size, spec.opset)
     graph = network.graph
     candidates = graph.output[0].type.tensor_type.shape.dim[1].dim_value
-    max_detections = min(max_detections, candidates)
-    has_nms = iou_threshold < 1
+    has_nms = spec.iou_threshold < 1
     graph_text = NMS_GRAPH.format(
         num_candidates=candidates,
-        max_detections=max_detections,
+        max_detections=min(spec.max_detections, candidates),
         nms_nodes=NMS_NODES if has_nms else NO_NMS_NODES,
         threshold_input=", float iou_threshold" if has_nms else "",
     )
     nms_graph = onnx.parser.parse_graph(graph_text)
     constants: dict[str, Any] = {
-        "content": np.array([model_metadata.image_size], np.int32),
-        "score_threshold": np.array(score_threshold, np.float32),
+        "content": np.array([spec.metadata.image_size], np.int32),
+        "score_threshold": np.array(spec.score_threshold, np.float32),
     }
     if has_nms:
-        constants["iou_threshold"] = np.array(iou_threshold, np.float32)
-        constants["nms_classes"] = np.arange(len(model_metadata.class_names), dtype=np.int64)[None, :, None]
+        constants["iou_threshold"] = np.array(spec.iou_threshold, np.float32)
+        constants["nms_classes"] = np.arange(len(spec.metadata.class_names), dtype=np.int64)[None, :, None]
     for name, value in constants.items():
         graph.initializer.append(numpy_helper.from_array(value, name))
     graph.node.extend(nms_graph.node)
@@ -103,32 +115,17 @@ def build_onnx(
         dims = value.type.tensor_type.shape.dim
         if value.name == "content":
             dims[0].dim_param = "batch or 1"
-        elif dims and batch_size is not None:
-            dims[0].dim_value = batch_size
+        elif dims and spec.batch_size is not None:
+            dims[0].dim_value = spec.batch_size
         elif dims:
             dims[0].dim_param = "batch"
     _strip(network)
-    for key, text in {**model_metadata.header(), "iou_threshold": str(iou_threshold), **(metadata or {})}.items():
+    for key, text in {**spec.metadata.header(), "iou_threshold": str(spec.iou_threshold), **spec.texts}.items():
         network.metadata_props.add(key=key, value=text)
     network.producer_name, network.producer_version = "stoker", importlib.metadata.version("stoker")
     network.ir_version = IR_VERSION
     onnx.checker.check_model(network, full_check=True)
     return bytes(network.SerializeToString())
-
-
-def check_options(
-    score_threshold: float, iou_threshold: float, max_detections: int, opset: int, batch_size: int | None
-) -> None:
-    """Raises ConfigError for a number out of range; the flag is named."""
-    for name, value, is_valid, choices in (
-        ("conf", score_threshold, 0 <= score_threshold <= 1, "0 … 1"),
-        ("iou", iou_threshold, 0 <= iou_threshold <= 1, "0 … 1"),
-        ("max-detections", max_detections, max_detections >= 1, "1 or more"),
-        ("opset", opset, OPSETS[0] <= opset <= OPSETS[1], f"{OPSETS[0]} … {OPSETS[1]}"),
-        ("batch-size", batch_size, batch_size is None or batch_size >= 1, "dynamic, 1 or more"),
-    ):
-        if not is_valid:
-            raise ConfigError(f"--{name} {value} is out of range.", choices=choices.split(", "))
 
 
 def export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.inference.runtime import ExportedModel
+from stoker.inference.runtime import ExportedModel, ImageDetections
 from stoker.models.layers.boxes import iou
-from stoker_watch.errors import ParityError
+from stoker_watch.errors import ParityError, make_error
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
 """Largest allowed differences of a box's coordinates, in pixels of the model input, and of its score."""
@@ -26,17 +26,6 @@ MATCH_PX, MATCH_SCORE = 4.0, 0.05
 """Two boxes of a class within these differences count as the same box, whose difference is then measured."""
 BATCH_SIZE = 8
 """Images of the larger batch; batches of one are compared as well."""
-
-
-class ImageDetections(NamedTuple):
-    """Detections in one image."""
-
-    boxes: NDArray[np.float32]
-    """[N, 4], xyxy in pixels of the model input."""
-    scores: NDArray[np.float32]
-    """[N]."""
-    labels: NDArray[np.int64]
-    """[N]."""
 
 
 class Parity(NamedTuple):
@@ -156,11 +145,7 @@ def compare_outputs(
             single = exported.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
             for output, position in ((single, 0), (batched, k)):
-                found = slice(int(output.count[position]))
-                file_detections = ImageDetections(
-                    output.boxes[position, found], output.scores[position, found], output.labels[position, found]
-                )
-                result = compare_detections(names[i], model_detections, file_detections, **limits)
+                result = compare_detections(names[i], model_detections, output.of_image(position), **limits)
                 if output is batched:  # counted already
                     result = result._replace(num_images=0, num_boxes=0, num_ties=0)
                 total = total.merge(result)
@@ -190,9 +175,5 @@ def require_parity(parity: Parity, location: object, exported_by: str = "ONNX") 
         f"{len(parity.unexplained)} boxes that only one of the two detects",
         *parity.unexplained[:3],
     ]
-    raise ParityError(
-        "The detections of the exported file differ from the model's; the file was deleted.",
-        location=location,
-        cause="\n          ".join(causes),
-        fix=f"a higher --conf, another --format, or another version of {exported_by}; the model itself is unchanged",
-    )
+    cause = "\n          ".join(causes)
+    raise make_error(ParityError, "detections-differ", location, cause=cause, program=exported_by)

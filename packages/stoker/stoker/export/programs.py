@@ -10,35 +10,16 @@ import io
 import json
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stoker.export import graph
+from stoker.export.graph import Spec
 from stoker.inference.runtime import METADATA_FILE, OUTPUTS
-from stoker.models.detector import Detector
 from stoker.models.layers import postprocess
 from stoker.models.layers.boxes import batched_gather
-from stoker.models.weights import model_file
 from stoker.models.weights.model_file import METADATA_KEY
-
-
-class Spec(NamedTuple):
-    """What is exported."""
-
-    model: Detector
-    """On the CPU."""
-    metadata: model_file.ModelMetadata
-    texts: dict[str, str]
-    """Further metadata of the file."""
-    score_threshold: float
-    iou_threshold: float
-    """1: no NMS."""
-    max_detections: int
-    opset: int
-    batch_size: int | None
-    """Images per call; None for any number, which is one in LiteRT."""
 
 
 class DetectionModel(nn.Module):
@@ -67,14 +48,14 @@ class DetectionModel(nn.Module):
 
 
 def write_onnx(path: Path, spec: Spec) -> None:
-    path.write_bytes(_onnx_bytes(spec))
+    path.write_bytes(graph.build_onnx(spec))
 
 
 def write_openvino(path: Path, spec: Spec) -> None:
     """Two files: the .xml and its .bin. OpenVINO has no optional inputs: `content` and `score_threshold` must be given,
     and the IoU threshold is a constant."""
     onnx, openvino = importlib.import_module("onnx"), importlib.import_module("openvino")
-    network = onnx.load_from_string(_onnx_bytes(spec))
+    network = onnx.load_from_string(graph.build_onnx(spec))
     inputs, constants = network.graph.input, network.graph.initializer
     for values, names in ((constants, ("content", "score_threshold")), (inputs, ("iou_threshold",))):
         for value in [value for value in values if value.name in names]:
@@ -116,11 +97,6 @@ def _example(spec: Spec, count: int) -> tuple[DetectionModel, tuple[Tensor, Tens
     with torch.no_grad():
         program(*inputs)  # caches the anchors, which become constants of the file
     return program, inputs
-
-
-def _onnx_bytes(spec: Spec) -> bytes:
-    numbers = spec._asdict()
-    return graph.build_onnx(numbers.pop("model"), numbers.pop("metadata"), metadata=numbers.pop("texts"), **numbers)
 
 
 def _all_texts(spec: Spec) -> str:

@@ -44,8 +44,6 @@ NUM_PARITY_IMAGES = 32
 
 
 class ParityInputs(NamedTuple):
-    """Preprocessed images."""
-
     images: NDArray[np.uint8]
     """[P, 3, H, W], RGB, resized and padded."""
     resized_size: NDArray[np.int32]
@@ -54,13 +52,11 @@ class ParityInputs(NamedTuple):
 
 
 class ExportFormat(NamedTuple):
-    """A value of --format."""
-
     suffix: str
     extra: str
     """Of stoker, which installs the packages."""
     packages: tuple[str, ...]
-    write: Callable[[Path, programs.Spec], None]
+    write: Callable[[Path, graph.Spec], None]
 
 
 FORMATS = {
@@ -116,9 +112,10 @@ def export_model(
     out_path = out or _default_out(run, weights, source, target_format.suffix)
     _require_own_export(out_path, target_format.suffix)
     numbers = conf, nms_threshold, max_detections, opset, batch_size
-    graph.check_options(*numbers)
-    exported = _without_spare_candidates(model, max_detections) if nms_threshold >= 1 else model
-    spec = programs.Spec(exported, metadata, _metadata(metadata, weights), *numbers)
+    spec = graph.Spec(model, metadata, *numbers, texts=_metadata(metadata, weights))
+    spec.check()
+    if nms_threshold >= 1:
+        spec = spec._replace(model=_without_spare_candidates(model, max_detections))
     inputs = _load_images(source, weights, metadata, images)
     with (
         writing("The exported file cannot be written.", out_path, fix="--out FILE"),
@@ -131,12 +128,10 @@ def export_model(
             raise
         except Exception as error:  # of the exporters, which have no common base
             lines = str(error).strip().splitlines() or [""]
-            raise UsageError(
-                f"{metadata.settings.model} cannot be exported as {format}.",
-                location=weights,
-                cause=f"{type(error).__name__}: {next((x for x in lines if 'not found' in x.lower()), lines[0])[:300]}",
-                choices=[f"--format {other}" for other in FORMATS if other != format],
-            ) from error
+            reason = next((line for line in lines if "not found" in line.lower()), lines[0])
+            what, cause = f"{metadata.settings.model} cannot be exported as {format}.", f"{type(error).__name__}: "
+            choices = [f"--format {other}" for other in FORMATS if other != format]
+            raise UsageError(what, location=weights, cause=cause + reason[:300], choices=choices) from error
         summary = _check_parity(spec._replace(model=model), temp_path, out_path, inputs)
         files = sorted(Path(folder).iterdir(), key=lambda file: file.name == out_path.name)  # it is the last one
         size_bytes = sum(file.stat().st_size for file in files)
@@ -165,7 +160,7 @@ def _without_spare_candidates(model: Detector, max_detections: int) -> Detector:
     return found
 
 
-def _check_parity(spec: programs.Spec, temp_path: Path, out_path: Path, inputs: ParityInputs) -> str:
+def _check_parity(spec: graph.Spec, temp_path: Path, out_path: Path, inputs: ParityInputs) -> str:
     """A line about the comparison. Raises ParityError."""
     threads = host_cores()
     file = RUNTIMES[temp_path.suffix](temp_path, num_threads=threads, trust_file=True)  # written just now
@@ -198,13 +193,11 @@ def _default_out(run: str | Path, weights: Path, source: Path, suffix: str) -> P
 def _require_own_export(target: Path, suffix: str) -> None:
     """Raises UsageError for an existing file that stoker did not export, StorageError if the folder is missing."""
     if target.suffix != suffix:
-        raise UsageError(
-            f"--out {str(target)!r} is not the name of such a file.", fix=f"--out {target.with_suffix(suffix)}"
-        )
+        what = f"--out {str(target)!r} is not the name of such a file."
+        raise UsageError(what, fix=f"--out {target.with_suffix(suffix)}")
     if not target.parent.is_dir():
-        raise StorageError(
-            "The folder for the exported file is missing.", location=target.parent, fix="make it, or --out"
-        )
+        what = "The folder for the exported file is missing."
+        raise StorageError(what, location=target.parent, fix="make it, or --out")
     weights_of_openvino = target.with_suffix(".bin")
     try:
         if target.exists():

@@ -248,7 +248,7 @@ def iter_batches(
 
 
 def held_bytes(windows: Iterable[InferenceWindow]) -> int:
-    """Of the pixels that the windows keep in memory."""
+    """Size of the pixels that the windows keep in memory."""
     return sum(window.image.held_bytes for window in windows if window.is_last)
 
 

@@ -220,11 +220,9 @@ class Model:
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
         require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
         if index.class_names != self.class_names:
-            raise DataError(
-                "The data set has other classes than the model was trained on.",
-                location=index.source,
-                cause=f"data: {', '.join(index.class_names)}; model ({self.weights}): {', '.join(self.class_names)}",
-                fix="name a data set with the same classes in the same order",
+            names, wanted = ", ".join(index.class_names), ", ".join(self.class_names)
+            raise make_error(
+                DataError, "data-has-other-classes", index.source, data=names, weights=self.weights, model=wanted
             )
         gt = ground_truth(index, image_indices)
         require_boxes(gt)  # before any work on the device

@@ -84,12 +84,9 @@ def find_images(
             message = f"The images of {str(path)!r} are in the output folder, whose images are not used as input."
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
-            raise UsageError(
-                f"There are no images at {display_path(path)!r}.",
-                location=display_path(Path.cwd() / path),
-                choices=suffixes,
-                fix="name image files, a folder with such files, or a pattern in quotes",
-            )
+            what, full_path = f"There are no images at {display_path(path)!r}.", display_path(Path.cwd() / path)
+            fix = "name image files, a folder with such files, or a pattern in quotes"
+            raise UsageError(what, location=full_path, choices=suffixes, fix=fix)
         for image_path in included:
             unique_paths.setdefault(image_path.resolve(), image_path)
     return list(unique_paths.values())
@@ -128,7 +125,7 @@ def predict_images(
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
-    workers, windows = num_decode_workers(sources, batch_size), iter_windows(sources, tiling)
+    workers, windows = (num_decode_workers(sources, batch_size), iter_windows(sources, tiling))
     batches = iter_batches(windows, issued_windows, device, image_size, resize, batch_size, workers=workers)
     batch_detections = detect_batches(
         model,
@@ -209,12 +206,9 @@ def predict_to_dir(
     kind = "file" if videos else "image"
     yield f"{num_done:,} {kind}{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"
     if failed:
-        raise DataError(
-            f"{len(failed):,} of {len(paths):,} {kind}s could not be read; the others were processed.",
-            location=failed[0].location,
-            cause=failed[0].cause or failed[0].what,
-            fix=f"all of them have an `error` in {out / RESULTS_NAME}",
-        )
+        what = f"{len(failed):,} of {len(paths):,} {kind}s could not be read; the others were processed."
+        cause, fix = failed[0].cause or failed[0].what, f"all of them have an `error` in {out / RESULTS_NAME}"
+        raise DataError(what, location=failed[0].location, cause=cause, fix=fix)
 
 
 class _OutputFolder:

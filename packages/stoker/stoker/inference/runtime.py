@@ -5,13 +5,12 @@ the same boxes. docs/export.md describes the files' inputs, outputs and metadata
 without stoker; the package `export` writes them. Needs the format's runtime, but not the detector's code.
 """
 
-import dataclasses
 import importlib
 import math
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,18 +36,30 @@ INPUTS = ("images", "content", "score_threshold")
 OUTPUTS = ("boxes", "scores", "labels", "count")
 
 
-@dataclasses.dataclass(frozen=True)
-class FileDetections:
+class ImageDetections(NamedTuple):
+    """N detections in one image, as numbers of the host."""
+
+    boxes: NDArray[np.float32]
+    """[N, 4], xyxy in pixels of the model input."""
+    scores: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+class FileDetections(NamedTuple):
     """Outputs of the file for B images, K boxes each, best first."""
 
     boxes: NDArray[np.float32]
-    """[B, K, 4], xyxy in pixels of the model input; zeros beyond `count`."""
+    """[B, K, 4], xyxy in pixels of the model input; zeros beyond `num_found`."""
     scores: NDArray[np.float32]
-    """[B, K]; zero beyond `count`."""
+    """[B, K]; zero beyond `num_found`."""
     labels: NDArray[np.int64]
-    """[B, K]; -1 beyond `count`."""
-    count: NDArray[np.int64]
+    """[B, K]; -1 beyond `num_found`."""
+    num_found: NDArray[np.int64]
     """[B]."""
+
+    def of_image(self, n: int) -> ImageDetections:
+        found = slice(int(self.num_found[n]))
+        return ImageDetections(self.boxes[n, found], self.scores[n, found], self.labels[n, found])
 
 
 class FileSettings(msgspec.Struct):
@@ -129,7 +140,11 @@ class ExportedModel(nn.Module):
                 ("scores", scores[valid], 1),
                 ("labels", labels[valid], len(self.metadata.class_names) - 1),
             )
-            wrong = [f"{name} outside 0 … {last}" for name, values, last in ranges if not _are_within(values, last)]
+            wrong = [
+                f"{name} outside 0 … {last}"
+                for name, values, last in ranges
+                if not ((values >= 0) & (values <= last)).all()  # NaN is outside, too
+            ]
             wrong += [] if np.isfinite(boxes[valid]).all() else ["boxes that are not finite"]
             cause = f"it gives {wrong[0]}" if wrong else None
         if cause is not None:
@@ -158,7 +173,7 @@ class ExportedModel(nn.Module):
         result = self.run(
             outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
         )
-        valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
+        valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.num_found)[:, None]
         columns = result.boxes, result.scores, result.labels.clip(min=0)
         boxes, scores, labels = (torch.from_numpy(column) for column in columns)
         return rescale_to_original(BatchDetections(boxes, scores, labels, valid), scale, original_size)
@@ -190,14 +205,11 @@ class ExportedModel(nn.Module):
         for start in range(0, len(images), self.batch_size or len(images)):
             indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
             feed = {"images": np.ascontiguousarray(images[indices]), "content": resized_size[indices].astype(np.int32)}
-            found = self._detect(feed | thresholds)
-            results.append((found.boxes, found.scores, found.labels, found.count))
+            results.append(self._detect(feed | thresholds))
         return FileDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
 
 
 class OnnxModel(ExportedModel):
-    """An ONNX file in onnxruntime."""
-
     title, runtime = "ONNX", "onnxruntime"
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
@@ -247,8 +259,6 @@ class OpenVinoModel(ExportedModel):
 
 
 class LiteRTModel(ExportedModel):
-    """A LiteRT file (.tflite) in its interpreter."""
-
     title, runtime = "LiteRT", "LiteRT"
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
@@ -266,8 +276,6 @@ class LiteRTModel(ExportedModel):
 
 
 class TorchModel(ExportedModel):
-    """A program of torch.export (.pt2)."""
-
     title, runtime = "torch.export", "torch"
     runs_code = True  # torch unpickles the example inputs, and evaluates the guards
 
@@ -309,10 +317,6 @@ def _read_archive(path: Path) -> dict[str, str]:
                         )
                     return msgspec.json.decode(archive.read(entry), type=dict[str, str])
     return {}
-
-
-def _are_within(values: NDArray[Any], last: int) -> bool:
-    return bool(((values >= 0) & (values <= last)).all())  # also False for NaN
 
 
 def _first_line(error: Exception) -> str:

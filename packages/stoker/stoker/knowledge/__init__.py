@@ -4,6 +4,7 @@ assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 commands.toml: what the parameters of the trainer's commands mean (`stoker_watch/cli/__init__.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
+detr_weights.toml: names in published weights of transformers (`models/detr_weights.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 export_formats.toml: formats that are made from exported files (`export/write.py`).
 flags.toml: flags of other tools (`config/flag_names.py`).

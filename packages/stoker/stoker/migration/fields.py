@@ -59,6 +59,10 @@ class ModelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PipelineKnowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
     detectors: dict[str, tuple[ModelChoice, ...]]
+    fallbacks: dict[str, str]
+    """Family of the API → the usual model of it."""
+    resizers: dict[str, dict[str, int]]
+    """Resizer → the fields with its sides, and their defaults."""
     colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
     """Augmentation → setting (the largest distance from the center, up to the limit) → (center, limit, defaults)."""
     traps: dict[str, str]
@@ -69,7 +73,6 @@ class PipelineKnowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 @functools.cache
 def knowledge() -> PipelineKnowledge:
-    """What is known about the fields and models of the API."""
     return msgspec.convert(read_toml("pipeline_fields.toml"), PipelineKnowledge)
 
 

@@ -78,7 +78,6 @@ class Message:
         return [str(value) for value in self.scalars.get(name, [])]
 
     def join(self, name: str) -> str:
-        """The path of a field."""
         return f"{self.path}.{name}" if self.path else name
 
     def leaves(self) -> Iterator[tuple["Message", str]]:

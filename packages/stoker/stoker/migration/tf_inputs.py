@@ -48,7 +48,6 @@ def read_inputs(account: FieldAccount, pipeline: Message, data: str | None) -> N
 
 
 def _paths(reader: Message) -> list[str]:
-    """The paths of records; without empty ones."""
     return [path for path in reader.child(RECORDS).texts("input_path") if path]
 
 

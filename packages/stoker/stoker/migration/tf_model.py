@@ -7,20 +7,12 @@ stoker does not have becomes the nearest one: same family first, then similar co
 import math
 from fnmatch import fnmatchcase
 
+from stoker.config.architectures import read_architectures
 from stoker.migration.fields import FieldAccount, ModelChoice, knowledge
 from stoker.migration.text_format import Message
 from stoker_watch.errors import ConfigError
 
 FAMILIES = ("ssd", "faster_rcnn", "center_net")
-FALLBACK = {"ssd": "retinanet_resnet50_fpn", "faster_rcnn": "faster_rcnn_resnet50_fpn"}
-SIZE_DIVISOR = {"ssd300_vgg16": 20}
-"""Height and width are multiples of 32, or of this."""
-SIZE_FIELDS = {
-    "fixed_shape_resizer": {"height": 300, "width": 300},
-    "keep_aspect_ratio_resizer": {"min_dimension": 600, "max_dimension": 1024},
-    "conditional_shape_resizer": {"size_threshold": 300},
-}
-"""Resizer → the fields with its sides, and their defaults."""
 
 
 def choose_detector(model: Message) -> tuple[str, Message, ModelChoice]:
@@ -40,7 +32,7 @@ def choose_detector(model: Message) -> tuple[str, Message, ModelChoice]:
         if fnmatchcase(name, detector.pattern):
             return family, message, detector
     note = f"stoker does not know {kind!r}; the usual model of the family, so choose another where it matters"
-    return family, message, ModelChoice(name, FALLBACK[family], note)
+    return family, message, ModelChoice(name, knowledge().fallbacks[family], note)
 
 
 def read_model(account: FieldAccount, family: str, message: Message, detector: ModelChoice) -> None:
@@ -59,8 +51,8 @@ def read_model(account: FieldAccount, family: str, message: Message, detector: M
 
 
 def _read_image_size(account: FieldAccount, resizer: Message) -> None:
-    kind, divisor = resizer.kind() or "", SIZE_DIVISOR.get(account.model.name, 32)
-    shape, fields = resizer.child(kind), SIZE_FIELDS.get(kind, {})
+    kind, divisor = resizer.kind() or "", read_architectures()[account.model.name].size_divisor
+    shape, fields = resizer.child(kind), knowledge().resizers.get(kind, {})
     sides = [shape.number(name, default) for name, default in fields.items()]
     # The next larger multiples of the model's divisor, so that no detail is lost.
     image_size = tuple(max(2, math.ceil(side / divisor)) * divisor for side in (sides * 2)[:2])

@@ -193,8 +193,6 @@ def _separable_conv_norm_relu6(channels: int, norm: Norm, *, stride: int = 1) ->
 
 
 class BackboneSpec(NamedTuple):
-    """An entry of BACKBONES."""
-
     build: Callable[[Norm], nn.Module]
     stage_outputs: Sequence[tuple[str, int]]
     """(last child, its channels) of each of the five stages: of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""

@@ -27,7 +27,7 @@ class ClassHeadSpec(NamedTuple):
     """A layer whose output channels are [num_anchors, classes, outputs_per_class], flattened."""
 
     name: str
-    """Of the module. Its tensors are `name.weight` and `name.bias`."""
+    """The module's; its tensors are `name.weight` and `name.bias`."""
     num_anchors: int = 1
     outputs_per_class: int = 1
     has_background: bool = False
@@ -37,8 +37,6 @@ class ClassHeadSpec(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a backbone."""
-
     name: str
     prefixes: tuple[str, ...]
     """Beginnings of the names of its tensors in the backbone."""
@@ -99,7 +97,6 @@ class Detector(DerivedBuffers):
         self.update_buffers()
 
     def update_buffers(self) -> None:
-        """Computes `pixel_shift` and `pixel_scale`."""
         if not self.pixel_mean.is_meta:  # no values (`weights/load.py`)
             self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
             self.pixel_scale.copy_(1 / (255 * self.pixel_std))
@@ -118,7 +115,8 @@ class Detector(DerivedBuffers):
         return self.predict(self.backbone(self.normalize(images)), (images.shape[2], images.shape[3]))
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> Any:
-        """The heads: what `forward` returns, from the maps of `self.backbone`. image_size: H and W of the images."""
+        """The heads: what `forward` returns, from the maps of `self.backbone`. image_size: height and width of the
+        images, multiples of the architecture's `size_divisor`."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:

@@ -66,21 +66,21 @@ VFL_ALPHA = 0.75
 
 
 class Encoded(NamedTuple):
-    """Of B images with maps of S points in total; Q queries."""
+    """Features of B images with maps of S points in total, and what Q queries start with."""
 
     memory: Tensor
     """[B, S, C]"""
     grids: tuple[GridSize, ...]
     content: Tensor
-    """[B, Q, C], what the queries start with."""
+    """[B, Q, C]"""
     logits: Tensor
-    """[B, Q, classes], of the encoder's points that became queries."""
+    """[B, Q, classes]: those of the encoder's points that became queries."""
     box_logits: Tensor
-    """At least fp32 [B, Q, 4], of their boxes."""
+    """At least fp32 [B, Q, 4]: those of their boxes."""
 
 
 class Decoded(NamedTuple):
-    """Of L layers (in evaluation of the last one only), at least fp32."""
+    """Predictions of L layers (in evaluation of the last one only), at least fp32."""
 
     logits: Tensor
     """[L, B, Q, classes]"""
@@ -89,7 +89,7 @@ class Decoded(NamedTuple):
     side_logits: Tensor
     """[L, B, Q, 4 · NUM_BINS]"""
     first_logits: Tensor
-    """[B, Q, classes], of the first layer, before LQE."""
+    """[B, Q, classes]: those of the first layer, before LQE."""
     first_boxes: Tensor
     """[B, Q, 4], to which the distributions refer."""
 
@@ -258,7 +258,6 @@ class DFine(Detector):
         self._anchors: dict[tuple[tuple[GridSize, ...], torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> DFineOutputs:
-        """image_size: multiples of 32."""
         maps = [project(level) for project, level in zip(self.decoder_input_proj, levels, strict=True)]
         grids = tuple((level.shape[2], level.shape[3]) for level in maps)
         memory = torch.cat([level.flatten(2).transpose(1, 2) for level in maps], 1)
@@ -379,7 +378,6 @@ class DFine(Detector):
         return terms
 
     def candidates(self, outputs: DFineOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """`best_of_queries` of the last layer."""
         decoded = self.decode_queries(outputs.encoded, None) if outputs.decoded is None else outputs.decoded
         return best_of_queries(decoded.logits[-1], decoded.boxes[-1], outputs.image_size, resized_size, score_threshold)
 
@@ -390,7 +388,6 @@ class DFine(Detector):
 
 
 def _slice(decoded: Decoded, start: int, stop: int | None) -> Decoded:
-    """The predictions of some of the queries."""
     return Decoded(*(tensor[..., start:stop, :] for tensor in decoded))
 
 

@@ -39,8 +39,6 @@ from stoker.models.retinanet import PRIOR_LOGIT
 
 REG_MAX = 16
 """Number of distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
-MAX_BOX_PX = 2 * (REG_MAX - 1) * 32
-"""Longest side of a box that can be predicted, in pixels of the model input."""
 TAL_TOPK = 10
 """Maximum number of positive points of a box. TOOD: 13 on five levels; here there are three."""
 IOU_THRESHOLD = 0.7
@@ -52,7 +50,7 @@ CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
 
 
 class HeadOutputs(NamedTuple):
-    """Of B images at A points, in the dtype the network computed in."""
+    """Predictions for B images at A points, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
@@ -131,7 +129,6 @@ class Ember(Detector):
         self.register_buffer("bin_distances", torch.tensor([float(n) for n in range(REG_MAX)]), persistent=False)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> EmberOutputs:
-        """image_size: multiples of 32."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         points = self.points(image_size, grids, levels[0].device)
         nms_free = self.settings.nms_free
@@ -247,7 +244,7 @@ ALPHA, BETA = 1.0, 6.0
 
 
 class TALAssignment(NamedTuple):
-    """Of B images at A points."""
+    """What A points of B images are assigned to."""
 
     gt_index: Tensor
     """int64 [B, A], index of a point's box, or `BACKGROUND`."""

@@ -117,32 +117,23 @@ def propose(
     eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_PROPOSAL_PX).all(-1)  # false for NaN
     if score_threshold > 0:
         eligible = eligible & (logits.sigmoid() >= score_threshold)
-    nms = _nms_of_levels if boxes.device.type == "cpu" else _nms_of_padded_levels
-    score, index = torch.where(nms(boxes, eligible, counts), logits, -torch.inf).topk(
-        min(post_nms_top_n, logits.shape[1]), dim=1
-    )
+    kept = torch.where(_nms_of_levels(boxes, eligible, counts), logits, -torch.inf)
+    score, index = kept.topk(min(post_nms_top_n, logits.shape[1]), dim=1)
     valid = score > -torch.inf
     return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid)
 
 
 def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
     """NMS within each level: kept, bool [B, K]. boxes: [B, K, 4], the levels one after the other, `counts` boxes each;
-    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept."""
-    levels = zip(torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True)
-    return torch.cat([fixed_point_nms(*level, iou_threshold=NMS_THRESH)[0] for level in levels], dim=1)
-
-
-def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
-    """The same with all levels at once, for accelerators: a fifth of the launches, for some IoUs of padding."""
+    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept. All levels are done at once,
+    padded to the longest: on accelerators a fifth of the launches, for some IoUs of padding."""
     longest = max(counts)
 
     def padded(values: Tensor) -> Tensor:
-        levels = [
-            level if level.shape[1] == longest
-            else torch.cat((level, level.new_zeros(level.shape[0], longest - level.shape[1], *level.shape[2:])), dim=1)
-            for level in torch.split(values, counts, 1)
-        ]  # fmt: skip
-        return torch.stack(levels, dim=1).flatten(0, 1)
+        other_axes = [0, 0] * (values.dim() - 2)
+        levels = torch.split(values, counts, 1)
+        rows = [functional.pad(level, (*other_axes, 0, longest - level.shape[1])) for level in levels]
+        return torch.stack(rows, dim=1).flatten(0, 1)
 
     keep, _ = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
     by_level = keep.view(boxes.shape[0], len(counts), longest).unbind(1)
@@ -155,11 +146,8 @@ def propose_in_groups(
     """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
     `device.block_size`, of all levels."""
     logits = rpn_outputs.logits
-    if logits.device.type == "cpu":
-        images_per_group = max(1, MAX_PAIRS // top_n**2)
-    else:
-        pairs = len(rpn_outputs.num_anchors_per_level) * top_n**2
-        images_per_group = max(1, block_size(logits) // pairs)
+    max_pairs = MAX_PAIRS if logits.device.type == "cpu" else block_size(logits)
+    images_per_group = max(1, max_pairs // (len(rpn_outputs.num_anchors_per_level) * top_n**2))
     limits: Any = {"pre_nms_top_n": top_n, "post_nms_top_n": top_n, "score_threshold": score_threshold}
     columns = (column.split(images_per_group) for column in (logits, rpn_outputs.deltas, resized_size))
     groups = [
@@ -326,7 +314,7 @@ class FasterRCNN(Detector):
         self.roi_heads = RoIHead(num_classes)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
-        """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
+        """The first stage; the second one runs in `loss` and `candidates`."""
         pooled_levels = tuple(levels[: self.num_pooled_levels])
         return FasterRCNNOutputs(
             self.rpn(levels, image_size),

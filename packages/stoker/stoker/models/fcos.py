@@ -121,7 +121,6 @@ class FCOS(Detector):
         self.points = PointGenerator()
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FCOSOutputs:
-        """image_size: multiples of 32."""
         logits, distances, centerness = (
             torch.cat(output, dim=1)
             for head in ("classification_head", "regression_head")

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.knowledge import read_toml
 from stoker.models.detector import Backbone, Part
 from stoker.models.layers.convolutions import conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind, trainable_norm
@@ -28,40 +30,17 @@ class StageSpec(NamedTuple):
     num_blocks: int
     kernel_size: int
     light: bool
-    """Whether a layer is a 1 × 1 and a depthwise convolution."""
 
 
-class HGNetSpec(NamedTuple):
+class HGNetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stem: tuple[int, int]
     stages: tuple[StageSpec, ...]
     num_layers: int
-    """Layers in a block."""
     affine: bool
-    """Whether a learned scale and bias (two numbers) follow each activation."""
 
 
-def _hgnet(
-    stem: tuple[int, int], middle: int, out: int, num_blocks: Sequence[int], num_layers: int, *, affine: bool = True
-) -> HGNetSpec:
-    """middle, out: of the first stage; the last two of four are light."""
-    stages = (
-        StageSpec(middle * 2**n, out * (1, 4, 8, 16)[n], count, kernel_size=5 if n > 1 else 3, light=n > 1)
-        for n, count in enumerate(num_blocks)
-    )
-    return HGNetSpec(stem, tuple(stages), num_layers, affine)
-
-
-FEMTO = _hgnet((16, 16), 16, 64, (1, 1, 1), 3)
-HGNETS = {
-    "atto": FEMTO._replace(stages=(*FEMTO.stages[:2], StageSpec(64, 256, 1, kernel_size=3, light=True))),
-    "femto": FEMTO,
-    "pico": _hgnet((16, 16), 16, 64, (1, 1, 2), 3),
-    "b0": _hgnet((16, 16), 16, 64, (1, 1, 2, 1), 3),
-    "b2": _hgnet((24, 32), 32, 96, (1, 1, 3, 1), 4),
-    "b4": _hgnet((32, 48), 48, 128, (1, 1, 3, 1), 6, affine=False),
-    "b5": _hgnet((32, 64), 64, 128, (1, 2, 5, 2), 6, affine=False),
-}
-"""Value of `network.backbone` → network: the configurations of D-FINE and DEIMv2 (their names, of PP-HGNetV2, too)."""
+HGNETS = msgspec.convert(read_toml("models.toml")["hgnets"], dict[str, HGNetSpec])
+"""Value of `network.backbone` → network."""
 silu_conv = partial(conv_norm, activation=nn.SiLU)
 plain_conv = partial(conv_norm, activation=None)
 
@@ -74,7 +53,6 @@ class LearnedAffine(nn.Module):
         self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps the shape and dtype of x."""
         return torch.addcmul(self.bias.to(x.dtype), x, self.scale.to(x.dtype))
 
 

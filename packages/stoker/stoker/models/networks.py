@@ -257,7 +257,6 @@ class Residual(nn.Module):
         self.second = make_conv(channels, channels, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, channels, H, W] → the same shape."""
         return x + self.second(self.first(x))
 
 
@@ -275,7 +274,6 @@ class CSPLayer(nn.Module):
         self.join = conv_norm((2 + num_blocks) * half, out_channels, norm, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, in, H, W] → [B, out, H, W]."""
         features = [self.beside(x), self.through(x)]
         for block in self.blocks:
             features.append(block(features[-1]))
@@ -291,7 +289,6 @@ class SPPF(nn.Module):
         self.join = conv_norm(2 * channels, channels, norm, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, channels, H, W] → the same shape."""
         features = [self.narrow(x)]
         for _ in range(3):
             features.append(functional.max_pool2d(features[-1], POOL_SIZE, stride=1, padding=POOL_SIZE // 2))

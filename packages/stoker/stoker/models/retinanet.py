@@ -144,7 +144,6 @@ class RetinaNet(Detector):
         )
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RetinaNetOutputs:
-        """image_size: multiples of 32."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors = self.anchors(image_size, grids)
         if "tower" in self.head:

@@ -257,8 +257,8 @@ class RFDETRDecoder(DerivedBuffers):
 
 
 class RFDETROutputs(NamedTuple):
-    """Of B images with groups · Q queries (one group in evaluation), at least fp32. K: the layers of the decoder (in
-    evaluation the last one), and last the points that became queries."""
+    """Predictions for B images with groups · Q queries (one group in evaluation), at least fp32. K: the layers of the
+    decoder (in evaluation the last one), and last the points that became queries."""
 
     logits: Tensor
     """[K, B, groups · Q, classes]"""
@@ -269,8 +269,6 @@ class RFDETROutputs(NamedTuple):
 
 
 class RFDETR(Detector):
-    """The detector."""
-
     iou_threshold = 1.0  # no NMS
     backbone_prefixes = ("backbone.",)
 
@@ -290,7 +288,6 @@ class RFDETR(Detector):
             setattr(head, IN_FP32, True)  # of `in_fp32`
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RFDETROutputs:
-        """image_size: multiples of WINDOWS · PATCH."""
         features = self.projector(levels)
         grid: GridSize = (features.shape[2], features.shape[3])
         memory = features.flatten(2).transpose(1, 2)

@@ -118,7 +118,6 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, *, padding: int
 
 
 def _zero_bias(conv: nn.Conv2d) -> nn.Conv2d:
-    """`conv` with biases of 0."""
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
     return conv
@@ -313,7 +312,6 @@ class SSD(Detector):
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
-        """levels: the six maps; image_size: multiples of the architecture's `size_divisor`."""
         anchors = self.anchors(image_size, [(x.shape[2], x.shape[3]) for x in levels])
         return SSDOutputs(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors)
 

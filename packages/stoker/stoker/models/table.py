@@ -21,7 +21,7 @@ from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet import RetinaNet
 from stoker.models.rf_detr import RFDETR
 from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
-from stoker_watch.errors import ConfigError, nearest
+from stoker_watch.errors import ConfigError, did_you_mean
 
 
 class Family(NamedTuple):
@@ -55,10 +55,7 @@ def get_architecture(name: str) -> Architecture:
     """The architecture called `name`. Raises ConfigError with the valid names."""
     found = MODELS.get(name) or find_architecture(name)
     if found is None:
-        near = nearest(name, MODELS)
-        raise ConfigError(
-            f"There is no model called {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=MODELS
-        )
+        raise ConfigError(did_you_mean(f"There is no model called {name!r}", name, MODELS), choices=MODELS)
     return found
 
 
@@ -69,15 +66,11 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
     """
     arch = get_architecture(settings.model)
     check_settings(settings)
-    if settings.anchor_sizes is not None:
-        num_required = len(arch.defaults["anchor_sizes"])
-        if len(settings.anchor_sizes) != num_required:
-            raise ConfigError(
-                f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
-                cause=f"{settings.model} needs {num_required}, finest level first",
-                fix=f"give {num_required} numbers, as in the default: "
-                + " ".join(f"{size:g}" for size in arch.defaults["anchor_sizes"]),
-            )
+    sizes = arch.defaults.get("anchor_sizes", ())
+    if settings.anchor_sizes is not None and len(settings.anchor_sizes) != len(sizes):
+        cause = f"{settings.model} needs {len(sizes)}, finest level first"
+        fix = f"give {len(sizes)} numbers, as in the default: {' '.join(f'{size:g}' for size in sizes)}"
+        raise ConfigError(f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.", cause=cause, fix=fix)
     model = FAMILIES[arch.family].build(settings, num_classes, **arch.network)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
@@ -92,13 +85,11 @@ def check_image_size(config: Config) -> None:
     if not {"image_size", "model"} <= set_fields.keys():
         return
     image_size, model = config.data.image_size, config.model.model
-    arch = get_architecture(model)
-    divisor = arch.size_divisor
+    divisor = get_architecture(model).size_divisor
     if any(side % divisor for side in image_size):
-        raise ConfigError(
-            f"--image-size {image_size[0]} {image_size[1]}: both sides must be multiples of {divisor} for {model}.",
-            choices=[" ".join(f"{max(1, round(side / divisor)) * divisor}" for side in image_size)],
-        )
+        what = f"--image-size {image_size[0]} {image_size[1]}: both sides must be multiples of {divisor} for {model}."
+        nearest_size = " ".join(f"{max(1, round(side / divisor)) * divisor}" for side in image_size)
+        raise ConfigError(what, choices=[nearest_size])
 
 
 COMMON_FIELDS = frozenset(
@@ -108,14 +99,12 @@ COMMON_FIELDS = frozenset(
 
 def check_settings(settings: ModelSettings) -> None:
     """Raises ConfigError for a setting that is given but that the architecture does not have."""
-    defaults = get_architecture(settings.model).defaults
+    fields = sorted(COMMON_FIELDS | get_architecture(settings.model).defaults.keys())
     for field in dataclasses.fields(settings):
-        if getattr(settings, field.name) is not None and field.name not in COMMON_FIELDS | defaults.keys():
-            raise ConfigError(
-                f"{settings.model} has no --{field.name.replace('_', '-')}.",
-                choices=[name.replace("_", "-") for name in sorted(COMMON_FIELDS | defaults.keys())],
-                fix="leave it out, or take another --model (`stoker models`)",
-            )
+        if getattr(settings, field.name) is not None and field.name not in fields:
+            what = f"{settings.model} has no --{field.name.replace('_', '-')}."
+            fix = "leave it out, or take another --model (`stoker models`)"
+            raise ConfigError(what, choices=[name.replace("_", "-") for name in fields], fix=fix)
 
 
 OPTIONAL_FIELDS = frozenset({"train", "val", "splits"})

@@ -43,7 +43,6 @@ def check_output_path(out: Path, index: Index, suffixes: Sequence[str]) -> None:
 
 
 def print_check(report: CheckReport, file: TextIO | None = None) -> None:
-    """Prints the problems and the conclusion."""
     print_renderables(_check(report), file)
 
 
@@ -84,7 +83,6 @@ def _check(report: CheckReport) -> Iterator[RenderableType]:
 
 
 def print_stats(stats: DatasetStats, file: TextIO | None = None) -> None:
-    """Prints the statistics as tables."""
     print_renderables(_stats(stats), file)
 
 

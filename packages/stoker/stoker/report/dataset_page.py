@@ -40,6 +40,12 @@ def page_values(stats: DatasetStats, charts: Charts) -> dict[str, Any]:
     height, width = stats.image_size
     resized = ", ".join(f"{name} {percentage(stats.fraction_by_area_resized[name])}" for name in AREA_RANGES)
     ordered = sorted(stats.classes, key=lambda row: -row.num_boxes)
+    box_sizes = f"√area, pixels; image size {width}x{height}; dashed: COCO's limits of small and large"
+    by_stage = [("original", stats.sqrt_box_area), ("after resizing", stats.sqrt_box_area_resized)]
+    ratios = "height / width; below 1: wide, above 1: tall"
+    per_image = f"median {number(stats.boxes_per_image.median)}, maximum {number(stats.boxes_per_image.max)}"
+    common = ", ".join(f"{size.width}x{size.height}" for size in stats.image_sizes[:3]) or "unknown"
+    image_sizes = f"√area, pixels; most frequent: {common}"
     return {
         "stats": stats,
         "sizes": f"{count(images)} images · {count(boxes)} boxes · {count(len(ordered))} classes · {stats.format}",
@@ -49,8 +55,17 @@ def page_values(stats: DatasetStats, charts: Charts) -> dict[str, Any]:
             *((f"anchors, {one.name}", " ".join(f"{size:g}" for size in one.sizes)) for one in stats.anchors),
             ("refused", " ".join(stats.refusals)) if stats.refusals else ("recommended", stats.flags or "the defaults"),
         ],
-        "box_charts": [draw(charts, stats) for draw in (_box_sizes, _aspect_ratios, _heatmap, _anchors)],
-        "image_charts": [draw(charts, stats) for draw in (_splits, _boxes_per_image, _image_sizes)],
+        "box_charts": [
+            _histogram(charts, "Box sizes", box_sizes, by_stage, marks=(SMALL, LARGE)),
+            _histogram(charts, "Aspect ratios of boxes", ratios, [("", stats.aspect_ratios)], marks=(1,)),
+            _heatmap(charts, stats),
+            _anchors(charts, stats),
+        ],
+        "image_charts": [
+            _splits(charts, stats),
+            _histogram(charts, "Boxes per image", per_image, [("", stats.boxes_per_image)], is_log=False),
+            _histogram(charts, "Image sizes", image_sizes, [("", stats.sqrt_image_area)]),
+        ],
         "class_chart": _classes(charts, ordered),
         "class_rows": [
             (row.name, count(row.num_boxes), percentage(row.box_fraction), count(row.num_images)) for row in ordered
@@ -86,29 +101,6 @@ def _heatmap(charts: Charts, stats: DatasetStats) -> Markup | None:
         xaxis=hidden | {"constrain": "domain"},
         yaxis=hidden | {"autorange": "reversed", "scaleanchor": "x"},
     )
-
-
-def _image_sizes(charts: Charts, stats: DatasetStats) -> Markup | None:
-    common = ", ".join(f"{size.width}x{size.height}" for size in stats.image_sizes[:3]) or "unknown"
-    return _histogram(charts, "Image sizes", f"√area, pixels; most frequent: {common}", [("", stats.sqrt_image_area)])
-
-
-def _boxes_per_image(charts: Charts, stats: DatasetStats) -> Markup | None:
-    distribution = stats.boxes_per_image
-    description = f"median {number(distribution.median)}, maximum {number(distribution.max)}"
-    return _histogram(charts, "Boxes per image", description, [("", distribution)], is_log=False)
-
-
-def _box_sizes(charts: Charts, stats: DatasetStats) -> Markup | None:
-    height, width = stats.image_size
-    description = f"√area, pixels; image size {width}x{height}; dashed: COCO's limits of small and large"
-    series = [("original", stats.sqrt_box_area), ("after resizing", stats.sqrt_box_area_resized)]
-    return _histogram(charts, "Box sizes", description, series, marks=(SMALL, LARGE))
-
-
-def _aspect_ratios(charts: Charts, stats: DatasetStats) -> Markup | None:
-    description = "height / width; below 1: wide, above 1: tall"
-    return _histogram(charts, "Aspect ratios of boxes", description, [("", stats.aspect_ratios)], marks=(1,))
 
 
 def _histogram(

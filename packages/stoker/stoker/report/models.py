@@ -17,8 +17,6 @@ from stoker_watch.report.console import facts, plain_text, print_renderables, ta
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An architecture."""
-
     name: str
     use_case: str
     parameters: int

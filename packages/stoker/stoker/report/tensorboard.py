@@ -50,7 +50,6 @@ class Board:
         self._thread.start()
 
     def add_window(self, window: StepWindow) -> None:
-        """Adds the scalars of a line of steps.jsonl."""
         values = dict(_scalars(window))
         self._put(lambda writer: writer.add_scalars(window.t, window.step, values))
 

@@ -60,7 +60,6 @@ class Screen(contextlib.AbstractContextManager["Screen"]):
         self.close()
 
     def note(self, text: str) -> None:
-        """Prints an information."""
         self._print(plain_text(text, newlines=True))
 
     def warning(self, text: str) -> None:

@@ -191,7 +191,6 @@ class AnchorGenerator(nn.Module):
         return self._cache[key]
 
     def num_anchors_per_level(self, grids: list[GridSize]) -> tuple[int, ...]:
-        """Number of anchors of each map."""
         return tuple(height * width * self.get_buffer(f"cells_{n}").shape[0] for n, (height, width) in enumerate(grids))
 
     def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:

@@ -62,7 +62,6 @@ class FrozenBatchNorm2d(DerivedBuffers):
         self.update_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, C, H, W] → the same shape and dtype."""
         if self.folded:
             return x
         scale, shift = self.scale.to(x.dtype), self.shift.to(x.dtype)
@@ -76,7 +75,6 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, C, H, W] → the same shape."""
         if not self.training or x.numel() > x.shape[1]:
             return super().forward(x) if x.device.type not in XLA_KINDS else self._forward_xla(x)
         stats = self.running_mean, self.running_var
@@ -103,7 +101,6 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, C, H, W] → the same shape."""
         if num_exchanging_ranks() == 1 or not self.training:
             return super().forward(x)
         if self.num_batches_tracked is not None:
@@ -189,7 +186,6 @@ def trainable_norm(kind: NormKind) -> NormKind:
 
 
 def lite_norm(kind: NormKind) -> Norm:
-    """The norm of lite layers."""
     if kind == "frozen_bn":
         return partial(FrozenBatchNorm2d, eps=LITE_EPS)
     return partial(SafeSyncBatchNorm if kind == "sync_bn" else SafeBatchNorm2d, eps=LITE_EPS, momentum=LITE_MOMENTUM)

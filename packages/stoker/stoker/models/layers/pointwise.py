@@ -25,7 +25,6 @@ def use_onednn_for_pointwise(model: nn.Module) -> None:
 
 
 def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`nn.Conv2d._conv_forward` of a 1 × 1 convolution."""
     fits = (
         not torch.compiler.is_compiling()
         and type(x) is Tensor

@@ -23,8 +23,6 @@ COST_ALPHA, COST_GAMMA = 0.25, 2.0
 
 
 class Truth(NamedTuple):
-    """The boxes of a batch."""
-
     boxes: Tensor
     """[B, M, 4]; any value where not valid."""
     labels: Tensor
@@ -79,7 +77,7 @@ def matched(values: Tensor, index: Tensor) -> Tensor:
 
 
 class BoxTerms(NamedTuple):
-    """Of each query, [K, B, Q]; 0 without a box."""
+    """Losses and overlap of each query, [K, B, Q]; 0 without a box."""
 
     l1: Tensor
     giou: Tensor

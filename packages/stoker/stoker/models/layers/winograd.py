@@ -77,7 +77,6 @@ def use_winograd_without_avx512(model: nn.Module) -> None:
 
 
 def _is_wide_3x3(conv: nn.Conv2d) -> bool:
-    """Whether stride, padding and channels are those that the algorithm is for."""
     return (
         (conv.kernel_size, conv.stride, conv.padding, conv.dilation) == ((3, 3), (1, 1), (1, 1), (1, 1))
         and conv.groups == 1
@@ -86,7 +85,6 @@ def _is_wide_3x3(conv: nn.Conv2d) -> bool:
 
 
 def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`nn.Conv2d._conv_forward` of a wide 3 × 3 convolution."""
     fits = (
         x.device.type == "cpu"
         and x.dtype == torch.float32

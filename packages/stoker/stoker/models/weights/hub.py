@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from stoker_watch.errors import WeightsError, writing
+from stoker_watch.errors import WeightsError, make_error, writing
 from stoker_watch.printable import print_text
 from stoker_watch.runs.records import BEST, CHECKPOINTS, FINAL
 from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
@@ -68,14 +68,12 @@ def fetch_weights(url: str) -> tuple[Path, str]:
             print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
             _download(url, target := path)
     except Exception as error:  # httpx, the hub's library and http.client raise many types
-        cause = error.__cause__ or error  # the hub's library says what it was in there: offline mode, no connection
-        raise WeightsError(
-            f"Pretrained weights could not be downloaded: {path.name}",
-            location=url,
-            cause=next(iter(str(cause).splitlines()), type(cause).__name__),
-            fix=f"download it elsewhere and put it into {path.parent} (or a folder in {WEIGHTS_DIR_VARIABLE})"
-            + (f" as {path.name}" if not url.endswith(path.name) else "")
-            + "; a training may start from --weights FILE instead, or with --weights none from random ones",
+        reason = error.__cause__ or error  # the hub's library says what it was in there: offline mode, no connection
+        cause = next(iter(str(reason).splitlines()), type(reason).__name__)
+        place = f"{path.parent} (or a folder in {WEIGHTS_DIR_VARIABLE})"
+        place += "" if url.endswith(path.name) else f" as {path.name}"
+        raise make_error(
+            WeightsError, "weights-not-downloaded", url, cause=cause, name=path.name, place=place
         ) from error
     return target, f"downloaded to {target.parent}"
 
@@ -114,13 +112,9 @@ def weights_of_run(path: Path, *, choices: Sequence[str] = ()) -> Path:
     for file in (path / BEST, path / FINAL, *checkpoints):
         if file.is_file():
             return file
-    raise WeightsError(
-        "There are no weights to use.",
-        location=path,
-        choices=choices,
-        cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
-        fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
-    )
+    cause = "neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path"
+    fix = "name a run folder with at least one evaluation or checkpoint, or a .safetensors file"
+    raise WeightsError("There are no weights to use.", location=path, choices=choices, cause=cause, fix=fix)
 
 
 def _download_from_hub(hub: re.Match[str]) -> Path:

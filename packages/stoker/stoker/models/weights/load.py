@@ -41,8 +41,6 @@ so that the error for an incomplete file can name the missing tensor."""
 
 
 class WeightsFile(NamedTuple):
-    """Content of a file."""
-
     tensors: dict[str, Tensor]
     """By the file's own names, without prefixes of wrappers."""
     class_names: tuple[str, ...] | None
@@ -71,11 +69,8 @@ def check_pretrained(settings: ModelSettings) -> None:
     arch, choice = get_architecture(settings.model), settings.weights
     if choice in PRETRAINED_NAMES and choice not in arch.urls:
         models_with_it = [name for name, other in MODELS.items() if choice in other.urls]
-        raise WeightsError(
-            f"There are no {choice} weights for {settings.model}.",
-            choices=[*arch.urls, "none", "FILE"],
-            fix=f"--model with {choice} weights: {', '.join(models_with_it)}",
-        )
+        what, fix = f"There are no {choice} weights for {settings.model}.", f"--model with {choice} weights: "
+        raise WeightsError(what, choices=[*arch.urls, "none", "FILE"], fix=fix + ", ".join(models_with_it))
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
@@ -97,12 +92,10 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         if actual_name is not None:
             message = f"The weights file belongs to {actual_name}, not to {settings.model}."
             raise WeightsError(message, location=path, fix=f"--model {actual_name}, or other weights")
-        raise WeightsError(
-            f"The weights file does not belong to {settings.model}, nor to another model of stoker's.",
-            location=path,
-            cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
-            choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
-        )
+        what = f"The weights file does not belong to {settings.model}, nor to another model of stoker's."
+        cause = f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …"
+        choices = ["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"]
+        raise WeightsError(what, location=path, cause=cause, choices=choices)
     tensors, sentences = matched.tensors, []
     heads = class_tensors(model.class_heads())
     own_tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
@@ -134,11 +127,8 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
     if not path.is_file():
         files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         closest = nearest(str(path), choices) or nearest(path.name, files)
-        raise WeightsError(
-            "The weights file does not exist" + (f"; did you mean {closest}?" if closest else "."),
-            location=path,
-            choices=(*choices, "FILE (.pth, .pt, .safetensors)"),
-        )
+        what = "The weights file does not exist" + (f"; did you mean {closest}?" if closest else ".")
+        raise WeightsError(what, location=path, choices=(*choices, "FILE (.pth, .pt, .safetensors)"))
     header: dict[str, str] = {}
     try:
         if path.suffix == ".safetensors":
@@ -152,13 +142,8 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
                     raise ValueError("it is no file of torch.save(), by its first bytes")
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # damaged files raise many types
-        raise WeightsError(
-            "The weights file cannot be read.",
-            location=path,
-            cause=getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__,
-            fix="if it was cut off, download or copy it again; if it holds more than tensors, save it again with "
-            "torch.save(model.state_dict(), FILE)",
-        ) from error
+        cause = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+        raise make_error(WeightsError, "weights-not-readable", path, cause=cause) from error
     tensors = _without_wrappers(_state_dict(state, path))
     try:
         names = msgspec.json.decode(header["stoker"], type=_Metadata).class_names if "stoker" in header else None
@@ -277,14 +262,11 @@ def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, i
             raise WeightsError(f"The weights file {problem} tensor {names[0]}{more}.", location=path)
     for name, tensor in tensors.items():
         if tensor.shape != own_state[name].shape:
-            raise WeightsError(
-                f"The tensor {name} has another shape in the weights file than in the model.",
-                location=path,
-                cause=f"{list(tensor.shape)} in the file, {list(own_state[name].shape)} in the model",
-                fix=None
-                if name.startswith(model.backbone_prefixes)
-                else "the --anchor-scales and --aspect-ratios that the file was trained with",
-            )
+            what = f"The tensor {name} has another shape in the weights file than in the model."
+            cause = f"{list(tensor.shape)} in the file, {list(own_state[name].shape)} in the model"
+            of_backbone = name.startswith(model.backbone_prefixes)
+            fix = None if of_backbone else "the --anchor-scales and --aspect-ratios that the file was trained with"
+            raise WeightsError(what, location=path, cause=cause, fix=fix)
 
 
 COCO_CHANNELS: tuple[str, ...] = tuple(read_toml("models.toml")["coco_channels"])
