@@ -54,7 +54,7 @@ class ParityInputs(NamedTuple):
 class ExportFormat(NamedTuple):
     suffix: str
     extra: str
-    """Of stoker, which installs the packages."""
+    """The extra of stoker that installs the packages."""
     packages: tuple[str, ...]
     write: Callable[[Path, graph.Spec], None]
 

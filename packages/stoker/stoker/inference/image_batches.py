@@ -36,8 +36,8 @@ from stoker_watch.hardware.cgroup import host_cores
 PREFETCH_BATCHES = 3
 """Batches that are decoded ahead of the device."""
 MAX_HELD_BYTES = 1 << 28
-"""Of given pixels and frames of videos, in a batch and in all batches ahead: 8 frames of 3,840 × 2,160. Of larger ones
-fewer are read ahead, and in a batch."""
+"""Given pixels and frames of videos take as much in a batch, and in all batches ahead: 8 frames of 3,840 × 2,160. Fewer
+larger ones are read ahead, and in a batch."""
 
 Region = tuple[int, int, int, int]
 """x0, y0, x1, y1 in pixels of the image; x1 and y1 are exclusive."""

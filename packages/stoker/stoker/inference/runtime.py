@@ -28,11 +28,11 @@ METADATA_FILE = "metadata.json"
 MAX_METADATA_BYTES = 1 << 24
 """Most of it are the names of classes: 100,000 of them, twice."""
 MAX_BATCH_PIXELS = 1 << 28
-"""Of a file with a fixed batch size: 655 images of 640 × 640, 0.8 GB."""
+"""A file with a fixed batch size takes at most 655 images of 640 × 640, 0.8 GB."""
 MAX_BOXES = 20_000
-"""Of an image; the models here have at most 1,000 candidates of each of a few levels, whatever --max-detections is."""
+"""An image has at most as many: the models here have 1,000 candidates of each of a few levels, whatever --max-detections."""
 INPUTS = ("images", "content", "score_threshold")
-"""Of all formats; ONNX files have `iou_threshold`, too."""
+"""All formats have these; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")
 
 

@@ -26,7 +26,7 @@ CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,asf,flv"
 MAX_FRAME_PIXELS, MAX_SIDE = 1 << 25, 16_384
 """8K, 7,680 × 4,320, 100 MB a frame; the longest side that H.264's encoder writes."""
 MAX_BUFFERED_PIXELS = 3840 * 2160
-"""Of a frame; the encoder looks at 40 frames together, 8K took 6 GB. Larger ones are written one by one."""
+"""The encoder looks at 40 frames together, of 8K in 6 GB. Larger frames are written one by one."""
 MAX_GAP_S = 3600
 """Between two frames that are written: MP4 has 32 bits for it, in units of 1/16,000 s."""
 TIME_BASE = Fraction(1, 1000)

@@ -51,7 +51,7 @@ class ModelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a feature extractor of the API becomes."""
 
     pattern: str
-    """Of its type, without `_keras`; the first that matches counts."""
+    """It is compared with the type without `_keras`; the first that matches counts."""
     model: str
     note: str
 

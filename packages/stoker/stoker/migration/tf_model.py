@@ -75,7 +75,7 @@ def _read_image_size(account: FieldAccount, resizer: Message) -> None:
 
 
 LOWEST_LEVEL = 3
-"""Of the pyramid of RetinaNet: a stride of 8."""
+"""The pyramid of RetinaNet begins with a stride of 8."""
 
 
 def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:

@@ -18,7 +18,7 @@ END_OF_SCHEDULE = 0.01
 NEAR_CONSTANT = 0.5
 """A cosine schedule that is above this fraction of its peak at the last step is nearer to a constant one."""
 SCALE_LIMITS = (0.05, 20.0)
-"""Of `--scale-range`."""
+"""`--scale-range` is between these."""
 SSD_CROP_COVERED, SSD_CROP_AREA, SSD_CROP_SKIPPED = 0.1, 0.1, 0.15
 """ssd_random_crop without operations: the lowest coverage above 0, the smallest area, probability to skip the crop."""
 

@@ -74,7 +74,7 @@ class Detector(DerivedBuffers):
 
     mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
-    """Of pixels in 0 … 1; these are ImageNet's, with which torchvision's weights were trained."""
+    """Mean and deviation of pixels in 0 … 1: ImageNet's, with which torchvision's weights were trained."""
 
     backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""

@@ -38,7 +38,7 @@ from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
 from stoker.models.retinanet import ConvHead
 
 CHANNELS = 256
-"""Of the FPN's levels."""
+"""Channels of the FPN's levels."""
 NMS_THRESH = 0.7
 """NMS threshold of the proposals of a level (section 3.3)."""
 MIN_PROPOSAL_PX = 1e-3
@@ -285,7 +285,7 @@ class FasterRCNNOutputs(NamedTuple):
     features: tuple[Tensor, ...]
     """The levels that RoIs are pooled from, finest first, each [B, C, h, w]."""
     strides: tuple[int, ...]
-    """Of `features`, in pixels of the model input."""
+    """Strides of `features`, in pixels of the model input."""
 
 
 class FasterRCNN(Detector):

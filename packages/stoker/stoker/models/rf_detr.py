@@ -34,14 +34,14 @@ from stoker.models.layers.weight_casts import IN_FP32
 
 PATCH = 16
 WIDTH, HEADS, DEPTH = 384, 6, 12
-"""Of DINOv2's small ViT."""
+"""The size of DINOv2's small ViT."""
 WINDOWS = 2
 """Windows along each side of the image."""
 LAYERS_PER_STAGE = 3
 """The first layer of each stage but the first attends to the whole image; the output of each stage is used."""
 CHANNELS = 256
 GROUPS = 13
-"""Of queries, in training; Group DETR, table 8: about 11 are best."""
+"""Groups of queries in training; about 11 are best (Group DETR, table 8)."""
 MAX_SHIFT, MAX_LOG_SCALE = 100.0, 8.0
 """Limits of what is predicted of a box, in its sizes and as a logarithm. Three factors exp(8) keep areas finite."""
 LOSS_WEIGHTS = {"class": 1.0, "bbox": 5.0, "giou": 2.0}

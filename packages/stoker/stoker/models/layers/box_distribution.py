@@ -13,7 +13,7 @@ NUM_BINS = MAX_BIN + 1
 REG_SCALE, UPPER = 4.0, 0.5
 """Section 4.1: c and a of W(n): the last but one distance is a · c, in units of size / c. D-FINE-X has c = 8."""
 TEMPERATURE = 5.0
-"""Of the distributions that DDF compares."""
+"""DDF compares distributions of this temperature."""
 
 
 def bin_distances(reg_scale: float = REG_SCALE) -> Tensor:

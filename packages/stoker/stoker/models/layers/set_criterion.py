@@ -19,7 +19,7 @@ from stoker.models.layers.matching import BACKGROUND
 CLASS_COST, L1_COST, GIOU_COST = 2.0, 5.0, 2.0
 """Weights of the costs of a pair of a query and a box (DINO, arXiv 2203.03605; D-FINE too)."""
 COST_ALPHA, COST_GAMMA = 0.25, 2.0
-"""Of the focal loss in the class cost."""
+"""The class cost is a focal loss with these."""
 
 
 class Truth(NamedTuple):

@@ -24,7 +24,7 @@ METADATA_KEY = "stoker"
 PRETRAINED = [name for name, architecture in MODELS.items() if "coco" in architecture.urls]
 """The architectures that `load_pretrained` has."""
 MAX_IMAGE_PIXELS = 1 << 26
-"""Of the model input, 8,192 × 8,192: a batch of 8 takes 1.6 GB as bytes."""
+"""The model input has at most 8,192 × 8,192: a batch of 8 takes 1.6 GB as bytes."""
 MAX_CLASSES = 100_000
 MAX_ANCHOR_VALUES = 64
 """Sizes, scales or aspect ratios of anchors; the models here have at most 6."""
