@@ -87,7 +87,7 @@ def test_there_are_proposals_of_images_that_ran_out_of_rounds() -> None:
     logits[1] = rising[torch.randperm(count, generator=torch.Generator().manual_seed(0))].repeat(2)
     resized_size = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
     predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
-    found = propose(predicted, resized_size, pre_nms_top_n=count, post_nms_top_n=300)
+    found = propose(predicted, resized_size, top_n=300, min_score=0.0)
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()
 

@@ -30,7 +30,7 @@ MAX_METADATA_BYTES = 1 << 24
 MAX_BATCH_PIXELS = 1 << 28
 """A file with a fixed batch size takes at most 655 images of 640 × 640, 0.8 GB."""
 MAX_BOXES = 20_000
-"""An image has at most as many: the models here have 1,000 candidates of each of a few levels, whatever --max-detections."""
+"""An image has at most as many; the models here have at most 1,000 candidates of each of a few levels."""
 INPUTS = ("images", "content", "score_threshold")
 """All formats have these; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")

@@ -131,6 +131,10 @@ class Detector(DerivedBuffers):
         """The layers whose shapes depend on the classes. Weights of other classes are converted with them."""
         raise NotImplementedError
 
+    def match_thresholds(self) -> dict[str, float]:
+        """The thresholds of `match_anchors` that are settings."""
+        return {"fg_iou_thresh": self.settings.fg_iou_thresh, "bg_iou_thresh": self.settings.bg_iou_thresh}
+
     def backbone_key(self, name: str) -> str:
         """Name here of the tensor that torchvision's classifier with the same backbone calls `name`."""
         return self.backbone_prefixes[0] + name.removeprefix("features.")

@@ -8,7 +8,7 @@ second stage class 0 is the background, the user's class c is c + 1.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,28 +97,21 @@ class RegionProposalNetwork(nn.Module):
         return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
 
-def propose(
-    rpn_outputs: RPNOutputs,
-    resized_size: Tensor,
-    *,
-    pre_nms_top_n: int,
-    post_nms_top_n: int,
-    score_threshold: float = 0.0,
-) -> Proposals:
-    """The best `post_nms_top_n` proposals of each image: the `pre_nms_top_n` best anchors of each level, decoded,
-    clipped to `resized_size` [B, 2], without small ones, after NMS per level.
+def propose(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
+    """The best `top_n` proposals of each image: the `top_n` best anchors of each level, decoded, clipped to
+    `resized_size` [B, 2], without small ones, after NMS per level.
 
-    rpn_outputs: at least fp32; score_threshold: minimum objectness.
+    rpn_outputs: at least fp32; min_score: minimum objectness.
     """
-    counts = [min(pre_nms_top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
-    logits, index, _ = topk_per_level(rpn_outputs.logits[..., None], rpn_outputs.num_anchors_per_level, pre_nms_top_n)
+    counts = [min(top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
+    logits, index, _ = topk_per_level(rpn_outputs.logits[..., None], rpn_outputs.num_anchors_per_level, top_n)
     deltas, anchors = batched_gather(rpn_outputs.deltas, index), rows_at(rpn_outputs.anchors, index)
     boxes = clip(decode(deltas, anchors), resized_size)
     eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_PROPOSAL_PX).all(-1)  # false for NaN
-    if score_threshold > 0:
-        eligible = eligible & (logits.sigmoid() >= score_threshold)
+    if min_score > 0:
+        eligible = eligible & (logits.sigmoid() >= min_score)
     kept = torch.where(_nms_of_levels(boxes, eligible, counts), logits, -torch.inf)
-    score, index = kept.topk(min(post_nms_top_n, logits.shape[1]), dim=1)
+    score, index = kept.topk(min(top_n, logits.shape[1]), dim=1)
     valid = score > -torch.inf
     return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid)
 
@@ -131,8 +124,10 @@ def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor
 
     def padded(values: Tensor) -> Tensor:
         other_axes = [0, 0] * (values.dim() - 2)
-        levels = torch.split(values, counts, 1)
-        rows = [functional.pad(level, (*other_axes, 0, longest - level.shape[1])) for level in levels]
+        rows = [
+            functional.pad(level, (*other_axes, 0, longest - count)) if count < longest else level
+            for level, count in zip(torch.split(values, counts, 1), counts, strict=True)
+        ]
         return torch.stack(rows, dim=1).flatten(0, 1)
 
     keep, _ = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
@@ -140,18 +135,15 @@ def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor
     return torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1)
 
 
-def propose_in_groups(
-    rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, score_threshold: float
-) -> Proposals:
+def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
     """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
     `device.block_size`, of all levels."""
     logits = rpn_outputs.logits
     max_pairs = MAX_PAIRS if logits.device.type == "cpu" else block_size(logits)
     images_per_group = max(1, max_pairs // (len(rpn_outputs.num_anchors_per_level) * top_n**2))
-    limits: Any = {"pre_nms_top_n": top_n, "post_nms_top_n": top_n, "score_threshold": score_threshold}
     columns = (column.split(images_per_group) for column in (logits, rpn_outputs.deltas, resized_size))
     groups = [
-        propose(rpn_outputs._replace(logits=some, deltas=deltas), sizes, **limits)
+        propose(rpn_outputs._replace(logits=some, deltas=deltas), sizes, top_n=top_n, min_score=min_score)
         for some, deltas, sizes in zip(*columns, strict=True)
     ]
     return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
@@ -329,25 +321,15 @@ class FasterRCNN(Detector):
         The losses of two half batches average to that of the whole batch if all images have equally many samples:
         nearly always 256 anchors, and 512 RoIs unless there are fewer proposals.
         """
-        settings, rand = self.settings, batch.rand[:, RandSlot.SAMPLE]
+        rand = batch.rand[:, RandSlot.SAMPLE]
         device_type = outputs.rpn_outputs.logits.device.type
         with torch.autocast(device_type, enabled=False):
             rpn_outputs = _in_fp32(outputs.rpn_outputs)
             boxes = batch.boxes.to(rpn_outputs.deltas.dtype)
-            objectness_loss, rpn_box_loss = rpn_loss(
-                rpn_outputs,
-                boxes,
-                batch.valid,
-                rand,
-                fg_iou_thresh=settings.fg_iou_thresh,
-                bg_iou_thresh=settings.bg_iou_thresh,
-            )
+            objectness_loss, rpn_box_loss = rpn_loss(rpn_outputs, boxes, batch.valid, rand, **self.match_thresholds())
             with torch.no_grad():
                 proposals = propose_in_groups(
-                    rpn_outputs,
-                    batch.resized_size,
-                    top_n=self.num_train_proposals,
-                    score_threshold=self.rpn_score_thresh,
+                    rpn_outputs, batch.resized_size, top_n=self.num_train_proposals, min_score=self.rpn_score_thresh
                 )
                 rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
             features = multiscale_roi_align(outputs.features, outputs.strides, rois.boxes)
@@ -367,12 +349,9 @@ class FasterRCNN(Detector):
         """The `max_candidates` best scores of a class at a proposal, with that class's box."""
         device_type = outputs.rpn_outputs.logits.device.type
         with torch.autocast(device_type, enabled=False):
+            rpn_outputs = _in_fp32(outputs.rpn_outputs)
             proposals = propose(
-                _in_fp32(outputs.rpn_outputs),
-                resized_size,
-                pre_nms_top_n=self.num_test_proposals,
-                post_nms_top_n=self.num_test_proposals,
-                score_threshold=self.rpn_score_thresh,
+                rpn_outputs, resized_size, top_n=self.num_test_proposals, min_score=self.rpn_score_thresh
             )
             features = multiscale_roi_align(outputs.features, outputs.strides, proposals.boxes)
         logits, deltas = self.roi_heads(features)

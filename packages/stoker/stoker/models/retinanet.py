@@ -164,13 +164,7 @@ class RetinaNet(Detector):
 
             match, compute_class_loss = triton_kernels.match_anchors, triton_kernels.focal_loss
         with torch.autocast(outputs.deltas.device.type, enabled=False):
-            gt_index = match(
-                batch.boxes,
-                batch.valid,
-                outputs.anchors,
-                fg_iou_thresh=settings.fg_iou_thresh,
-                bg_iou_thresh=settings.bg_iou_thresh,
-            )
+            gt_index = match(batch.boxes, batch.valid, outputs.anchors, **self.match_thresholds())
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
             num_positive = positive.sum(1).clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index), gt_index)
