@@ -140,7 +140,6 @@ def export_network(model: "models.Detector", image_size: tuple[int, int], opset:
         program = torch.onnx.export(
             candidate_model,
             (images, resized_size, threshold),
-            dynamo=True,
             opset_version=opset,
             input_names=["images", "content", "score_threshold"],
             output_names=list(CANDIDATE_OUTPUTS),

@@ -22,6 +22,7 @@ from stoker.models.networks import (
     BasicBlock,
     Bottleneck,
     CSPBackbone,
+    Residual,
     ResidualBlock,
     mobilenet_v2,
     mobilenet_v3_large,
@@ -287,14 +288,4 @@ class TinyBackbone(nn.Sequential):
         self.add_module("stem", conv_norm(3, width, norm, stride=2))
         for number, (narrow, wide) in enumerate(itertools.pairwise((1, 2, 3, 4, 6)), start=1):
             halve = conv_norm(narrow * width, wide * width, norm, stride=2)
-            self.add_module(f"layer{number}", nn.Sequential(halve, _Residual(wide * width, norm)))
-
-
-class _Residual(nn.Module):
-    def __init__(self, channels: int, norm: Norm) -> None:
-        super().__init__()
-        self.first = conv_norm(channels, channels, norm)
-        self.second = conv_norm(channels, channels, norm, activation=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(x + self.second(self.first(x)))
+            self.add_module(f"layer{number}", nn.Sequential(halve, Residual(wide * width, norm, relu_last=True)))

@@ -150,15 +150,14 @@ def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: i
 
 
 def rpn_loss(
-    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
+    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, thresholds: dict[str, float]
 ) -> tuple[Tensor, Tensor]:
     """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 
-    rpn_outputs: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample.
+    rpn_outputs: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample;
+    thresholds: those of `match_anchors`.
     """
-    gt_index = match_anchors(
-        boxes, valid, rpn_outputs.anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh
-    )
+    gt_index = match_anchors(boxes, valid, rpn_outputs.anchors, **thresholds)
     sampled = sample_balanced(
         random_keys(rand, gt_index.shape[1], stream=0),
         gt_index >= 0,
@@ -326,7 +325,7 @@ class FasterRCNN(Detector):
         with torch.autocast(device_type, enabled=False):
             rpn_outputs = _in_fp32(outputs.rpn_outputs)
             boxes = batch.boxes.to(rpn_outputs.deltas.dtype)
-            objectness_loss, rpn_box_loss = rpn_loss(rpn_outputs, boxes, batch.valid, rand, **self.match_thresholds())
+            objectness_loss, rpn_box_loss = rpn_loss(rpn_outputs, boxes, batch.valid, rand, self.match_thresholds())
             with torch.no_grad():
                 proposals = propose_in_groups(
                     rpn_outputs, batch.resized_size, top_n=self.num_train_proposals, min_score=self.rpn_score_thresh

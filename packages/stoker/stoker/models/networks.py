@@ -103,11 +103,7 @@ def resnet(
             in_channels = blocks[-1].out_channels
         children[f"layer{layer + 1}"] = nn.Sequential(*blocks)
     nn.Linear(in_channels, NUM_IMAGENET_CLASSES)  # draws the random numbers that torchvision's classifier does
-    network = nn.Sequential(children)
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return network
+    return _initialize(nn.Sequential(children))
 
 
 V2_STAGES = (
@@ -146,7 +142,7 @@ def mobilenet_v2(norm: Norm) -> nn.Sequential:
             layers.append(InvertedResidualV2(in_channels, channels, first_stride if number == 0 else 1, factor, norm))
             in_channels = channels
     layers.append(conv_norm(in_channels, 1280, norm, activation=nn.ReLU6, kernel_size=1))
-    return _initialized(layers, [nn.Linear(1280, NUM_IMAGENET_CLASSES)])
+    return _initialize(nn.Sequential(*layers), [nn.Linear(1280, NUM_IMAGENET_CLASSES)])
 
 
 def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequential:
@@ -169,7 +165,7 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
     layers.append(conv_norm(in_channels, 6 * in_channels, norm, activation=nn.Hardswish, kernel_size=1))
     hidden_channels = 1280 // divisor
     classifier = [nn.Linear(6 * in_channels, hidden_channels), nn.Linear(hidden_channels, NUM_IMAGENET_CLASSES)]
-    return _initialized(layers, classifier)
+    return _initialize(nn.Sequential(*layers), classifier)
 
 
 class InvertedResidualV2(nn.Module):
@@ -229,9 +225,8 @@ class SqueezeExcitation(nn.Module):
         return self.scale_activation(self.fc2(self.activation(self.fc1(self.avgpool(x))))) * x
 
 
-def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -> nn.Sequential:
-    """`layers` with torchvision's random weights; classifier: draws the random numbers that it does there."""
-    network = nn.Sequential(*layers)
+def _initialize(network: nn.Sequential, classifier: Sequence[nn.Linear] = ()) -> nn.Sequential:
+    """Gives `network` torchvision's random weights; classifier: draws the random numbers that it does there."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out")
@@ -249,15 +244,19 @@ POOL_SIZE = 5
 
 
 class Residual(nn.Module):
-    """Two 3 × 3 convolutions from `make_conv` with a skip connection."""
+    """Two 3 × 3 convolutions from `make_conv` with a skip connection; relu_last: the last ReLU is that of the sum."""
 
-    def __init__(self, channels: int, norm: Norm, make_conv: ConvFactory) -> None:
+    def __init__(
+        self, channels: int, norm: Norm, make_conv: ConvFactory = conv_norm, *, relu_last: bool = False
+    ) -> None:
         super().__init__()
         self.first = make_conv(channels, channels, norm)
-        self.second = make_conv(channels, channels, norm)
+        self.second = make_conv(channels, channels, norm, **({"activation": None} if relu_last else {}))
+        self.relu_last = relu_last
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(x))
+        out: Tensor = x + self.second(self.first(x))
+        return functional.relu(out) if self.relu_last else out
 
 
 class CSPLayer(nn.Module):

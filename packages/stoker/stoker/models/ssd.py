@@ -320,13 +320,9 @@ class SSD(Detector):
         scalars, both divided by the number of positive anchors of the batch (at least 1), as in torchvision. So the
         losses of two half batches average to that of the whole batch only if both have equally many positives."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
+            thresh = self.settings.fg_iou_thresh
             gt_index = match_anchors(
-                batch.boxes,
-                batch.valid,
-                outputs.anchors,
-                fg_iou_thresh=self.settings.fg_iou_thresh,
-                bg_iou_thresh=self.settings.fg_iou_thresh,
-                single_best=True,
+                batch.boxes, batch.valid, outputs.anchors, fg_iou_thresh=thresh, bg_iou_thresh=thresh, single_best=True
             )
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
             num_positive = loss_divisor(positive.sum())
