@@ -131,7 +131,7 @@ class Detector(DerivedBuffers):
         """The layers whose shapes depend on the classes. Weights of other classes are converted with them."""
         raise NotImplementedError
 
-    def match_thresholds(self) -> dict[str, float]:
+    def match_thresholds(self) -> dict[str, Any]:
         """The thresholds of `match_anchors` that are settings."""
         return {"fg_iou_thresh": self.settings.fg_iou_thresh, "bg_iou_thresh": self.settings.bg_iou_thresh}
 

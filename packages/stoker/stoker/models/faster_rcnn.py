@@ -8,7 +8,7 @@ second stage class 0 is the background, the user's class c is c + 1.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: i
 
 
 def rpn_loss(
-    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, thresholds: dict[str, float]
+    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, thresholds: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 
