@@ -118,8 +118,11 @@ def propose(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_sc
 
 def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
     """NMS within each level: kept, bool [B, K]. boxes: [B, K, 4], the levels one after the other, `counts` boxes each;
-    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept. All levels are done at once,
-    padded to the longest: on accelerators a fifth of the launches, for some IoUs of padding."""
+    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept. On accelerators all levels are
+    padded to the longest and done at once: a fifth of the launches, for some IoUs of padding."""
+    if boxes.device.type == "cpu":
+        levels = zip(torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True)
+        return torch.cat([fixed_point_nms(*level, iou_threshold=NMS_THRESH)[0] for level in levels], dim=1)
     longest = max(counts)
 
     def padded(values: Tensor) -> Tensor:
