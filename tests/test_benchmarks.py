@@ -154,6 +154,7 @@ def test_means_are_over_trainings_of_one_length(quality: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_decoding_on_the_device_is_compared_with_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("torchcodec", reason="the package torchcodec is not installed")
     content = run_quick("nvjpeg", tmp_path / "result.json", "--device", "cpu")
     rows = {row["what"]: row for row in content["rows"]}
     assert rows["640 × 480, cpu"]["device thread busy"] == 0

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> Report:
         raise RuntimeError(f"nothing to measure: {why}")
     windows, batches, image_size = (2, 1, (64, 64)) if arguments.quick else (5, 20, IMAGE_SIZE)
     report = Report(f"Loading to {device.name}, batches of {BATCH}, {image_size[0]} × {image_size[1]}", windows)
-    report.packages = ("torch", "torchvision", "simplejpeg", "opencv-python-headless")
+    report.packages = ("torch", "torchcodec", "simplejpeg", "opencv-python-headless")
     for kind in KINDS[:1] if arguments.quick else KINDS:
         with tempfile.TemporaryDirectory() as folder:
             files = 4 if arguments.quick else kind.files

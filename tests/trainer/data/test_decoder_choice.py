@@ -1,18 +1,17 @@
 """Who decodes: a table of measured numbers and decisions, and the measuring itself, on a CPU."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 
 from stoker.data.loading import device_decoder
 from stoker.data.loading.device_decoder import choose_decoder, measure_and_choose_decoder
 from stoker.hardware.device import Device
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
-
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+from tests.fixtures.torchcodec_fake import decoders as decoders
 
 CPU = Device(torch.device("cpu"))
 
@@ -71,10 +70,10 @@ def test_on_a_cpu_it_is_the_host_and_nothing_is_measured(index: SmoothIndex) -> 
 
 
 def test_without_nvjpeg_it_is_the_host(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torchvision.io, "decode_jpeg")
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     decoder, why = decided(index, Other(torch.device("cpu")), 1.0)
     assert decoder == "cpu"
-    assert why == f"nvJPEG is not available: torchvision {torchvision.__version__} no longer has decode_jpeg"
+    assert why.startswith("nvJPEG is not available: it needs torchcodec (`pip install 'torchcodec>=0.16'`)")
 
 
 def test_both_are_measured_on_the_runs_own_images(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:

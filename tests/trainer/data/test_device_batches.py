@@ -3,11 +3,11 @@
 import itertools
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 from PIL import Image, ImageOps
 
 from stoker.data.batch import PAD_COLOR, Batch
@@ -22,10 +22,9 @@ from stoker.training.run import train
 from stoker_watch.errors import DataError, PreflightError
 from tests.drawn import draw
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex, smooth_image
+from tests.fixtures.torchcodec_fake import decoders as decoders
 from tests.fixtures.training_run import settings
 from tests.trainer.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
-
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 NEAR = 3.0
 """Mean levels of 255 between the two, on smooth images. The host decodes at 1/2 … 1/8 and rounds regions to that."""
@@ -133,16 +132,18 @@ def test_a_run_sees_the_same_as_with_the_host(index: SmoothIndex, scale_jitter_p
     assert {*image_indices_of(actual)} == set(range(COUNT))
 
 
-def test_pixels_really_come_from_the_device(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_really_come_from_the_device(
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch, decoders: ModuleType
+) -> None:
     seen: list[int] = []
 
-    def decode(inputs, mode, device):
+    def decode(inputs, **options):
         seen.append(len(inputs))
-        return [torch.zeros_like(pixels) for pixels in real(inputs, mode, device)]
+        return [torch.zeros_like(pixels) for pixels in real(inputs, **options)]
 
-    real = torchvision.io.decode_jpeg
+    real = decoders.decode_jpeg
     with make(index, jpeg_decoder="nvjpeg", workers=3, scale_jitter_prob=0.0) as loader:
-        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        monkeypatch.setattr(decoders, "decode_jpeg", decode)
         actual = take(loader, 4)
     for batch in actual:
         for k, image_index in enumerate(batch.image_index.tolist()):
@@ -212,21 +213,23 @@ def test_bad_images_are_in_quarantine_as_with_the_host(index: SmoothIndex) -> No
     assert not messages, "what the host refuses too is told by the quarantine"
 
 
-def test_what_the_device_refuses_is_decoded_by_the_host(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_device_refuses_is_decoded_by_the_host(
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch, decoders: ModuleType
+) -> None:
     """It fails whole batches because of one image: the others still come from it."""
     bad = index.path(0).read_bytes()
 
-    def decode(inputs, mode, device):
-        if any(bytes(data.numpy()) == bad for data in inputs):
+    def decode(inputs, **options):
+        if any(bytes(data.numpy()).endswith(bad[-200:]) for data in inputs):
             raise RuntimeError("nvJPEG: not supported\nwith a stack")
-        return real(inputs, mode, device)
+        return real(inputs, **options)
 
-    real = torchvision.io.decode_jpeg
+    real = decoders.decode_jpeg
     ours: list[str] = []
     host = stream(index, 8, scale_jitter_prob=0.0)
     usual = stream(index, 8, scale_jitter_prob=0.0, jpeg_decoder="nvjpeg")
     with make(index, jpeg_decoder="nvjpeg", scale_jitter_prob=0.0, on_tuned=ours.append) as loader:
-        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        monkeypatch.setattr(decoders, "decode_jpeg", decode)
         actual = take(loader, 8)
         assert loader.state_dict()["quarantined"] == {}
     for batch, by_device, by_host in zip(actual, usual, host, strict=True):
@@ -237,11 +240,11 @@ def test_what_the_device_refuses_is_decoded_by_the_host(index: SmoothIndex, monk
 
 
 def test_an_image_of_another_size_than_its_header_says_is_refused(
-    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch, decoders: ModuleType
 ) -> None:
-    real = torchvision.io.decode_jpeg
+    real = decoders.decode_jpeg
     with make(index, jpeg_decoder="nvjpeg") as loader:
-        monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda *given: [pixels[:, 1:] for pixels in real(*given)])
+        monkeypatch.setattr(decoders, "decode_jpeg", lambda *a, **b: [pixels[:, 1:] for pixels in real(*a, **b)])
         actual = take(loader, 4)
     assert_same(actual, stream(index, 4))
 
@@ -312,12 +315,12 @@ def test_its_time_is_counted(index: SmoothIndex) -> None:
 
 
 def test_a_device_that_cannot_decode_is_refused_at_the_start(
-    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch, decoders: ModuleType
 ) -> None:
-    def refuse(*_):
-        raise RuntimeError("torchvision not compiled with nvJPEG support")
+    def refuse(*_, **__):
+        raise RuntimeError("torchcodec not compiled with nvJPEG support")
 
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
+    monkeypatch.setattr(decoders, "decode_jpeg", refuse)
     with pytest.raises(PreflightError, match="--jpeg-decoder nvjpeg") as actual:
         make(index, jpeg_decoder="nvjpeg")
     assert "not compiled" in str(actual.value)
@@ -378,19 +381,21 @@ WAITED: list[str] = []
 BLOCKED: list[WatchedReady] = []
 
 
-def test_only_its_own_thread_waits_for_the_device(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_own_thread_waits_for_the_device(
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch, decoders: ModuleType
+) -> None:
     """And in the right order: the stream is drained before each decoding, that of the copies waits for the images,
     and training for the copies."""
-    real = torchvision.io.decode_jpeg
+    real = decoders.decode_jpeg
 
-    def decode(*given):
+    def decode(inputs, **options):
         decoder.log.append("decode")
-        return real(*given)
+        return real(inputs, **options)
 
     with make(index, device=Watched(torch.device("cpu")), jpeg_decoder="nvjpeg") as loader:
         copies, _, decoder = STREAMS
         WAITED.clear()  # of the trial at the start
-        monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
+        monkeypatch.setattr(decoders, "decode_jpeg", decode)
         actual = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 8)]
     assert {*WAITED} == {"stoker-loader-device"}
     assert all(before == "wait" for before, after in itertools.pairwise(["", *decoder.log]) if after == "decode")
@@ -416,6 +421,19 @@ def test_images_are_rotated_as_in_the_header(tmp_path: Path) -> None:
         image = device_decoder.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
         assert not device_decoder.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
         assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])
+
+
+def test_images_that_were_annotated_as_stored_are_not_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "6.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(smooth_image(24, 40, 1)).save(path, "JPEG", quality=95, subsampling=0, exif=exif)
+    data = path.read_bytes()
+    header = parse_header(data, path).as_annotated((24, 40))
+    images = torch.zeros(1, 24, 40, 3, dtype=torch.uint8)
+    image = device_decoder.EncodedImage(data, header, (0, 0, 40, 24), (24, 40))
+    assert not device_decoder.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
+    assert np.array_equal(images[0].numpy(), np.asarray(Image.open(path)))
 
 
 @pytest.mark.slow

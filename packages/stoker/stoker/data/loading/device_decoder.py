@@ -6,10 +6,10 @@ everything else, and alone decides about damage: a file that looks truncated or 
 CPU, strictly, and is quarantined only if that fails. nvJPEG may not notice that coded pixels in the middle of a file
 were overwritten.
 
-nvJPEG is called through torchvision's `decode_jpeg` (deprecated since 0.29 in favor of TorchCodec, still available).
-It makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`). It writes its outputs without
-regard to what the stream still reads from that memory (pytorch/vision#9606, meta-pytorch/torchcodec#1634). So the
-stream must be used for nothing else, and is synchronized before each call.
+nvJPEG is called through `decode_jpeg` of the package torchcodec, from 0.16 on; without the package the CPU decodes. It
+makes its thread wait for the device, so it has a thread of its own (`worker_pool.py`). In 0.16 it writes its outputs
+without regard to what the stream still reads from that memory (meta-pytorch/torchcodec#1634). So the stream must be
+used for nothing else, and is synchronized before each call.
 
 `measure_and_choose_decoder` measures the CPU on a sample of the run's own images, and a step, once, before a run. The
 choice is a setting like any other (`--jpeg-decoder`), so a resumed run measures nothing.
@@ -17,6 +17,7 @@ choice is a setting like any other (`--jpeg-decoder`), so a resumed run measures
 
 import functools
 import io
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -50,6 +51,11 @@ MIN_SPEEDUP = 1.1
 only the CPU notices a file whose coded pixels are damaged."""
 MIN_DEVICE_FRACTION = 0.5
 """Fraction of the images that the device must support: below, the cores decode most of them anyway."""
+
+_EXIF_MARKER = re.compile(rb"\xff\xe1(?=..Exif\0\0)", re.DOTALL)
+"""Coded pixels never contain it, as FF is escaped among them."""
+_IGNORED_MARKER = b"\xff\xef"
+"""APP15, which decoders skip."""
 
 JpegDecoder = Literal["cpu", "nvjpeg"]
 _WORKING: set[torch.device] = set()
@@ -131,12 +137,18 @@ def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], strea
 
 
 def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:
-    """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them."""
-    import torchvision  # not at the top: everything that loads images imports this module
+    """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them,
+    ImportError without torchcodec.
 
-    inputs = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in encoded]
+    torchcodec would rotate by EXIF, which it is made not to find: annotations may be those of the stored pixels.
+    """
+    from torchcodec.decoders import decode_jpeg  # an optional dependency
+
+    inputs = [
+        torch.frombuffer(bytearray(_EXIF_MARKER.sub(_IGNORED_MARKER, data)), dtype=torch.uint8) for data in encoded
+    ]
     stream.synchronize()
-    decoded: list[Tensor] = torchvision.io.decode_jpeg(inputs, torchvision.io.ImageReadMode.RGB, device)
+    decoded: list[Tensor] = decode_jpeg(inputs, mode="RGB", device=device)
     return decoded
 
 
@@ -157,18 +169,16 @@ def unavailable_reason(device: Device) -> str | None:
     """Why a device cannot decode images; None where it has decoded one. Raises what says that memory is exhausted."""
     if device.torch_device in _WORKING:
         return None
-    import torchvision
-
     if device.kind not in ("cpu", "cuda") or torch.version.hip is not None:
         return "nvJPEG needs an NVIDIA GPU"
-    if not hasattr(torchvision.io, "decode_jpeg"):
-        return f"torchvision {torchvision.__version__} no longer has decode_jpeg"
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "JPEG")
     stream = decoding_stream(device, train=True)
     try:
         with stream.activate():
             _decode([file.getvalue()], device.torch_device, stream)
+    except ImportError as error:
+        return f"it needs torchcodec (`pip install 'torchcodec>=0.16'`): {str(error).partition(chr(10))[0]}"
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
