@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.data.index import open_index, require_images
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
-from stoker.data.validation.check import CheckReport, check_dataset
+from stoker.data.validation.check import DatasetCheck, check_dataset
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KINDS, ProblemCollector, max_bad_images
 from stoker.hardware.device import select_device
 from stoker.report.dataset import print_check
@@ -27,11 +27,11 @@ from tests.trainer.data.hostile import encoded
 NOTHING_LEFT = "no image of a split is left, which --max-bad-fraction 1 would allow and the check does not"
 
 
-def kinds(report: CheckReport) -> dict[str, int]:
+def kinds(report: DatasetCheck) -> dict[str, int]:
     return {item.kind: item.count for item in report.items}
 
 
-def page(report: CheckReport) -> str:
+def page(report: DatasetCheck) -> str:
     text = io.StringIO()
     print_check(report, text)
     return text.getvalue()
@@ -65,7 +65,7 @@ def test_data_set_without_problems(tmp_path: Path) -> None:
     assert moved == [(16, 30), (30, 30)]
     assert "no problems found" in page(report)
     assert page(report).rstrip().endswith(f"training would use 30 of 30 images, {boxes} of {boxes} boxes")
-    assert msgspec.json.decode(msgspec.json.encode(report), type=CheckReport) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=DatasetCheck) == report
 
 
 def test_a_single_file_and_one_class(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from stoker.data import packing
 from stoker.data.formats.webdataset import INDEX_FILE
 from stoker.data.index import Index, open_index
 from stoker.data.packing import PackOptions, in_threads, pack
-from stoker.data.validation.check import CheckReport, check_dataset
+from stoker.data.validation.check import DatasetCheck, check_dataset
 from stoker_watch.cli.app import main
 from stoker_watch.storage.store import open_store
 from stoker_watch.storage.uri import parse_uri
@@ -91,7 +91,7 @@ def make_packed(
     return Folder(packed(source, f"{served.uri}/packed"))
 
 
-def found(report: CheckReport) -> dict[str, list[str]]:
+def found(report: DatasetCheck) -> dict[str, list[str]]:
     """Kind → the shards that its locations name."""
     return {
         item.kind: [location.split()[0] for location in item.examples]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from stoker.config.settings import Config, DataSettings
 from stoker.data.index import Index, missing_images, open_index, open_index_of, require_images
-from stoker.data.validation.check import CheckReport, check_dataset
+from stoker.data.validation.check import DatasetCheck, check_dataset
 from stoker.data.validation.clean import SplitOptions
 from stoker.training.run_selection import with_absolute_paths
 from stoker_watch.cli.app import main
@@ -69,7 +69,7 @@ def counts(index: Index) -> dict[str, tuple[int, int]]:
     }
 
 
-def kinds(report: CheckReport) -> dict[str, int]:
+def kinds(report: DatasetCheck) -> dict[str, int]:
     return {item.kind: item.count for item in report.items}
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from stoker.data.index import open_index
-from stoker.data.validation.check import CheckReport, check_dataset
+from stoker.data.validation.check import DatasetCheck, check_dataset
 from stoker.data.validation.problems import Problem
 from stoker.report.dataset import print_check
 from stoker.training.start import describe_data
@@ -41,7 +41,7 @@ def write_coco(file: Path, boxes: dict[str, list[float]]) -> None:
     file.write_text(json.dumps(content))
 
 
-def items(report: CheckReport) -> dict[str, Problem]:
+def items(report: DatasetCheck) -> dict[str, Problem]:
     return {problem.kind: problem for problem in report.items}
 
 

@@ -226,7 +226,7 @@ def test_a_start_with_other_shards_is_not_mixed_with_this_one(tmp_path: Path, mo
     """Another version may plan other shards for the same images and options."""
     source, make_plan, out = open_index(two_splits(tmp_path / "source")), packing.make_plan, tmp_path / "out"
 
-    def plan_otherwise(*arguments: Any) -> packing.Plan:
+    def plan_otherwise(*arguments: Any) -> packing.PackPlan:
         plan = make_plan(*arguments)
         first = msgspec.structs.replace(plan.shards[0], rows=plan.shards[0].rows[:1])
         return msgspec.structs.replace(plan, shards=(first, *plan.shards[1:]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stoker.data.loading.buffers import HostBatchBuffer
-from stoker.data.loading.samples import BatchTask, LoaderSpec, Plan, SampleStream, compute_max_boxes
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SamplePlan, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import Counters
 from tests.trainer.data.loading import CPU, IMAGE_SIZE, InMemoryIndex
 
@@ -31,7 +31,7 @@ def make_samples(index: InMemoryIndex, **changes: object) -> SampleStream:
     return SampleStream(index, image_indices, spec)  # type: ignore[arg-type]
 
 
-def comparable(plan: Plan | None) -> object:
+def comparable(plan: SamplePlan | None) -> object:
     return None if plan is None else plan._replace(rand=plan.rand.tolist())  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ MAX_EXAMPLES = 3
 """Images of a kind of change that are named."""
 
 
-class _Images(msgspec.Struct):
+class _DigestedImages(msgspec.Struct):
     names: list[str]
     """Path and split of each image; for one inside another file, its name there."""
     contents: list[int]
@@ -48,7 +48,7 @@ def digest_images(index: Index, splits: Sequence[str]) -> str:
             names.append(name if seen[name] == 1 else f"{name} {seen[name]}")
             rows.append(row)
     contents = _hash_contents(index)[rows].tolist()
-    images = _Images(names, contents, _file_sizes(index, rows))
+    images = _DigestedImages(names, contents, _file_sizes(index, rows))
     return base64.b85encode(zlib.compress(msgspec.json.encode(images), 1)).decode()
 
 
@@ -79,9 +79,9 @@ def describe_changes(before: str, now: str) -> list[str]:
     return changes or (["the order of the images"] if old.names != new.names else [])
 
 
-def _decode(text: str) -> _Images:
+def _decode(text: str) -> _DigestedImages:
     try:
-        return msgspec.json.decode(zlib.decompress(base64.b85decode(text)), type=_Images)
+        return msgspec.json.decode(zlib.decompress(base64.b85decode(text)), type=_DigestedImages)
     except (ValueError, TypeError, zlib.error, msgspec.MsgspecError) as error:
         raise ValueError(f"not a digest of images: {error}") from error
 

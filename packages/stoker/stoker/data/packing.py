@@ -74,7 +74,7 @@ class PlannedShard(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the source's index, in the order in which they are stored."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PackPlan(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Changes with the images, boxes and classes of the source, and with the options."""
     options: PackOptions
@@ -228,7 +228,7 @@ def open_destination(text: str) -> Destination:
     return _Prefix(uri)
 
 
-RunShards = Callable[[Index, Plan, Sequence[PlannedShard], Destination], Iterator[ShardRecord]]
+RunShards = Callable[[Index, PackPlan, Sequence[PlannedShard], Destination], Iterator[ShardRecord]]
 """Makes and writes shards, and yields the record of each when it is written."""
 
 
@@ -280,7 +280,7 @@ def in_threads(workers: int) -> RunShards:
     """Makes shards in threads of this process, as reading, hashing and decoding run outside the interpreter's lock."""
 
     def run(
-        index: Index, plan: Plan, shards: Sequence[PlannedShard], destination: Destination
+        index: Index, plan: PackPlan, shards: Sequence[PlannedShard], destination: Destination
     ) -> Iterator[ShardRecord]:
         pool = ThreadPoolExecutor(workers, "stoker-pack")
         try:
@@ -292,7 +292,7 @@ def in_threads(workers: int) -> RunShards:
     return run
 
 
-def make_plan(index: Index, options: PackOptions) -> Plan:
+def make_plan(index: Index, options: PackOptions) -> PackPlan:
     """Which image is in which shard. Depends on the source and the options only."""
     source_bytes = _source_bytes(index)
     ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options.image_size)
@@ -305,7 +305,7 @@ def make_plan(index: Index, options: PackOptions) -> Plan:
             rows = np.random.default_rng(ORDER_SEED).permutation(rows)
         for number, part in enumerate(np.array_split(rows, num_shards)):
             shards.append(PlannedShard(name=f"{split}-{number:05d}.tar", split=split, rows=tuple(part.tolist())))
-    return Plan(id=plan_id(index, options), options=options, shards=tuple(shards))
+    return PackPlan(id=plan_id(index, options), options=options, shards=tuple(shards))
 
 
 def plan_id(index: Index, options: PackOptions) -> str:
@@ -315,7 +315,7 @@ def plan_id(index: Index, options: PackOptions) -> str:
     return hashlib.sha256(described).hexdigest()
 
 
-def write_shard(index: Index, plan: Plan, shard: PlannedShard, destination: Destination) -> ShardRecord:
+def write_shard(index: Index, plan: PackPlan, shard: PlannedShard, destination: Destination) -> ShardRecord:
     """Makes a shard, writes it, then its record. A part of a shard is never there under its name."""
     data, record = make_shard(index, plan, shard)
     destination.write(shard.name, data)
@@ -323,7 +323,7 @@ def write_shard(index: Index, plan: Plan, shard: PlannedShard, destination: Dest
     return record
 
 
-def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, ShardRecord]:
+def make_shard(index: Index, plan: PackPlan, shard: PlannedShard) -> tuple[bytes, ShardRecord]:
     """The content of a shard, the same bytes each time, and its record."""
     content = bytearray()
     images: list[PackedRow] = []
@@ -404,7 +404,7 @@ def _stored_boxes(
     return own, place, boxes, index.area[own] * (x * y)
 
 
-def _write_index(index: Index, destination: Destination, plan: Plan, records: Sequence[ShardRecord]) -> PackedInfo:
+def _write_index(index: Index, destination: Destination, plan: PackPlan, records: Sequence[ShardRecord]) -> PackedInfo:
     by_row = sorted((packed.row, number, packed) for number, r in enumerate(records) for packed in r.images)
     if not by_row:
         row, reason = records[0].skipped[0]
@@ -443,7 +443,7 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
 
 
 def _complete(
-    index: Index, destination: Destination, plan: Plan, sizes: dict[str, int], run_shards: RunShards
+    index: Index, destination: Destination, plan: PackPlan, sizes: dict[str, int], run_shards: RunShards
 ) -> PackResult:
     """The result for a destination that is packed, with the shards that it had lost. Raises UsageError if that is
     another data set, DataError if a shard that is made again has other bytes."""
@@ -479,7 +479,7 @@ def _other_plan(destination: Destination, content: str, fix: str) -> UsageError:
     return make_error(UsageError, "other-packed-data", fix=fix, text=destination.text, content=content)
 
 
-def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -> None:
+def _require_free(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> None:
     """Raises UsageError unless the destination is empty or has the beginning of this plan."""
     if PLAN_FILE not in sizes:
         if others := sorted(name for name in sizes if not name.startswith(f"{WORK_DIR}/")):
@@ -501,7 +501,7 @@ def _refuse_source(index: Index, destination: Destination) -> None:
         raise make_error(UsageError, "destination-in-source", index.source, text=destination.text)
 
 
-def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int]) -> dict[str, ShardRecord]:
+def _finished_records(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> dict[str, ShardRecord]:
     """The records of the shards that an earlier start has finished."""
 
     def read_record(shard: PlannedShard) -> ShardRecord | None:
@@ -518,7 +518,7 @@ def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int
     return {record.shard.name: record for record in records if record is not None}
 
 
-def _delete_temporary_files(destination: Destination, plan: Plan, sizes: dict[str, int]) -> None:
+def _delete_temporary_files(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> None:
     """Deletes what `write_atomic` had begun when the process was killed."""
     prefixes = tuple(f".{name}." for name in (*(shard.name for shard in plan.shards), INDEX_FILE))
     for name in sizes:

@@ -38,7 +38,7 @@ with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_pac
 if TYPE_CHECKING:
     from stoker.config.settings import DataSettings
     from stoker.data.index import Index
-    from stoker.data.packing import Destination, PackOptions, Plan, PlannedShard, RunShards, ShardRecord
+    from stoker.data.packing import Destination, PackOptions, PackPlan, PlannedShard, RunShards, ShardRecord
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,7 +320,7 @@ def on_ray(settings: "DataSettings", address: str | None) -> "RunShards":
     runs on this machine. Raises PreflightError if Ray is not installed or cannot be reached."""
 
     def run(
-        _index: "Index", plan: "Plan", shards: "Sequence[PlannedShard]", destination: "Destination"
+        _index: "Index", plan: "PackPlan", shards: "Sequence[PlannedShard]", destination: "Destination"
     ) -> "Iterator[ShardRecord]":
         from stoker.data.packing import ShardRecord
 
@@ -371,7 +371,7 @@ def _absolute(settings: "DataSettings") -> "DataSettings":
     return dataclasses.replace(settings, data=absolute(settings.data), **found)
 
 
-def _write_shard(settings: "DataSettings", plan: "Plan", shard: "PlannedShard", destination: str) -> bytes:
+def _write_shard(settings: "DataSettings", plan: "PackPlan", shard: "PlannedShard", destination: str) -> bytes:
     """On a node: makes and writes a shard; its record as JSON."""
     from stoker.data.packing import open_destination, write_shard
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from stoker.data.index import Index
-from stoker.data.validation.check import CheckReport
+from stoker.data.validation.check import DatasetCheck
 from stoker.data.validation.problems import PROBLEM_KINDS, count_of_all
 from stoker.data.validation.stats import AREA_RANGES, IOU_THRESHOLDS, LARGE, SMALL, DatasetStats
 from stoker_watch.errors import UsageError, make_error
@@ -42,11 +42,11 @@ def check_output_path(out: Path, index: Index, suffixes: Sequence[str]) -> None:
         raise make_error(UsageError, "out-is-in-the-data-set", out=out)
 
 
-def print_check(report: CheckReport, file: TextIO | None = None) -> None:
+def print_check(report: DatasetCheck, file: TextIO | None = None) -> None:
     print_renderables(_check(report), file)
 
 
-def _check(report: CheckReport) -> Iterator[RenderableType]:
+def _check(report: DatasetCheck) -> Iterator[RenderableType]:
     if report.root is not None:
         parts = {name: split.num_images for name, split in report.splits.items()}
         if left_out := report.num_images - sum(parts.values()):

@@ -12,7 +12,7 @@ from stoker.data.validation.stats import (
     IOU_THRESHOLDS,
     LARGE,
     SMALL,
-    ClassStats,
+    ClassCounts,
     DatasetStats,
     Distribution,
 )
@@ -81,7 +81,7 @@ def _splits(charts: Charts, stats: DatasetStats) -> Markup | None:
     return charts.add("Images by split", "with and without boxes", traces, y="images", barmode="stack")
 
 
-def _classes(charts: Charts, ordered: Sequence[ClassStats]) -> Markup | None:
+def _classes(charts: Charts, ordered: Sequence[ClassCounts]) -> Markup | None:
     shown = ordered[:MAX_CLASSES]
     names, numbers = [escape_name(row.name) for row in shown], [row.num_boxes for row in shown]
     description = f"the {len(shown)} most frequent of {len(ordered)}"

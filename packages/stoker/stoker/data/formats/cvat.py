@@ -49,14 +49,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no image has annotations, or if a video's frames are not there."""
     builder = TableBuilder(layout, problems, box_id_kind="shape")
     for part in layout.parts:
-        reader = _FileReader(part, builder)
+        reader = _CvatReader(part, builder)
         reader.read()
         builder.notes += reader.locator.notes()
     builder.drop_ambiguous_images()
     return builder.build()
 
 
-class _FileReader:
+class _CvatReader:
     def __init__(self, part: SplitFiles, builder: TableBuilder) -> None:
         self.locator = ImageLocator(builder.layout.root, part)
         self._part, self._builder = part, builder

@@ -43,7 +43,7 @@ MAX_LISTED_NAMES = 8
 ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".7z", ".rar")
 
 
-class Format(NamedTuple):
+class DataFormat(NamedTuple):
     """A row of the table of formats. What `recognize` looks for is in `formats.toml`, under the same name."""
 
     recognize: Callable[[Path], DatasetLayout | None]
@@ -56,21 +56,21 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "coco": Format(coco.recognize, coco.read, (".json",), coco.CocoWriter),
-    "voc": Format(voc.recognize, voc.read, (), voc.VocWriter),
-    "kitti": Format(kitti.recognize, kitti.read),
-    "yolo": Format(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
-    "tfrecord": Format(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
-    "openimages": Format(openimages.recognize, openimages.read, (".csv",)),
-    "via": Format(via.recognize, via.read, (".json", ".csv")),
-    "csv": Format(csv.recognize, csv.read, (".csv",)),
-    "cvat": Format(cvat.recognize, cvat.read, (".xml",)),
-    "labelme": Format(labelme.recognize, labelme.read),
-    "label-studio": Format(label_studio.recognize, label_studio.read, (".json",)),
-    "createml": Format(createml.recognize, createml.read, (".json",)),
-    "jsonl": Format(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
-    "webdataset": Format(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
-    "parquet": Format(parquet.recognize, parquet.read, parquet.SUFFIXES),
+    "coco": DataFormat(coco.recognize, coco.read, (".json",), coco.CocoWriter),
+    "voc": DataFormat(voc.recognize, voc.read, (), voc.VocWriter),
+    "kitti": DataFormat(kitti.recognize, kitti.read),
+    "yolo": DataFormat(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
+    "tfrecord": DataFormat(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
+    "openimages": DataFormat(openimages.recognize, openimages.read, (".csv",)),
+    "via": DataFormat(via.recognize, via.read, (".json", ".csv")),
+    "csv": DataFormat(csv.recognize, csv.read, (".csv",)),
+    "cvat": DataFormat(cvat.recognize, cvat.read, (".xml",)),
+    "labelme": DataFormat(labelme.recognize, labelme.read),
+    "label-studio": DataFormat(label_studio.recognize, label_studio.read, (".json",)),
+    "createml": DataFormat(createml.recognize, createml.read, (".json",)),
+    "jsonl": DataFormat(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
+    "webdataset": DataFormat(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
+    "parquet": DataFormat(parquet.recognize, parquet.read, parquet.SUFFIXES),
 }
 """In order of preference."""
 

@@ -30,7 +30,7 @@ class _Shape(msgspec.Struct):
     shape_type: str | None = None
 
 
-class _File(msgspec.Struct):
+class _LabelMeFile(msgspec.Struct):
     """What is read of a file; the rest is skipped, also the image that it may contain."""
 
     shapes: list[_Shape]
@@ -82,10 +82,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     return builder.build()
 
 
-def _parse(file: Path) -> _File | str:
+def _parse(file: Path) -> _LabelMeFile | str:
     """The content of a file, or the reason why it cannot be read."""
     try:
-        return read_json(file, _File, what="not a file of LabelMe")
+        return read_json(file, _LabelMeFile, what="not a file of LabelMe")
     except DataError as error:
         return f"{error.what}: {error.cause}"
     except OSError as error:

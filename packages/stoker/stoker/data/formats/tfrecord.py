@@ -233,7 +233,7 @@ def _read_shard(
 
 def _read_record(
     data: mmap.mmap,
-    frame: tfrecord_bytes.Frame,
+    frame: tfrecord_bytes.RecordFrame,
     folder_and_split: tuple[int, int],
     columns: _RecordColumns,
     used_names: set[str],

@@ -42,7 +42,7 @@ _MASK_DELTA = 0xA282EAD8
 CRCs stays a good checksum."""
 
 
-class Frame(NamedTuple):
+class RecordFrame(NamedTuple):
     """A record with correct checksums. Its data are the bytes from `start` to `stop` of the file."""
 
     number: int
@@ -77,7 +77,7 @@ def frame_length(head: bytes) -> int:
     return int.from_bytes(head[:8], "little")
 
 
-def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
+def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[RecordFrame]:
     """The undamaged records of a mapped file, without a copy. Damage is reported with byte offset and record number."""
     offset, number, total = 0, 0, len(data)
     view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
@@ -101,7 +101,7 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 problems.add("truncated-shard", f"{location}: the file ends {missing:,} bytes before the record does")
                 return
             if masked_crc(view[start:stop]) == _CRC.unpack_from(data, stop)[0]:  # type: ignore[arg-type]
-                yield Frame(number, offset, start, stop)
+                yield RecordFrame(number, offset, start, stop)
             else:
                 problems.add("damaged-record", location)
             offset = stop + FOOTER_BYTES

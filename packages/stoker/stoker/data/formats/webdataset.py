@@ -276,7 +276,7 @@ class PackedInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     plan: str
-    """Identifies source and settings: `packing.Plan.id`."""
+    """Identifies source and settings: `packing.PackPlan.id`."""
     class_names: tuple[str, ...]
     category_ids: tuple[int, ...]
     shards: tuple[Shard, ...]

@@ -106,7 +106,7 @@ def compute_max_boxes(index: Index, image_indices: NDArray[np.int64], *, mosaic:
 UNKNOWN_GEOMETRY = geometry.ResizeGeometry((0, 0), (0, 0, 0, 0), (0, 0))
 
 
-class Plan(NamedTuple):
+class SamplePlan(NamedTuple):
     """What a sample shows: an image, and which part of it is where in the model input."""
 
     image_index: int
@@ -133,7 +133,7 @@ class PendingRead(NamedTuple):
 class ReadImage(NamedTuple):
     """An image that was read and is not decoded yet."""
 
-    plan: Plan
+    plan: SamplePlan
     """With its geometry."""
     data: bytes | decode.Pixels
     """The encoded image, or the decoded one that the cache has."""
@@ -155,7 +155,7 @@ class BatchTask:
     def __init__(self, global_start: int, start: int, buffer: HostBatchBuffer, batch_size: int) -> None:
         """global_start: first position of the batch over all ranks; start: first position of this rank."""
         self.global_start, self.start, self.buffer = global_start, start, buffer
-        self.plans: list[Plan | None] = [None] * batch_size
+        self.plans: list[SamplePlan | None] = [None] * batch_size
         """What is to be loaded; after `load`, what was loaded. None: a filler."""
         self.results: list[SampleResult | BaseException | None] = [None] * batch_size
         self.num_loading = batch_size
@@ -217,9 +217,9 @@ class SampleStream:
 
     # One sample: plan, read, decode, annotate.
 
-    def plan(self, start: int, count: int) -> list[Plan | None]:
+    def plan(self, start: int, count: int) -> list[SamplePlan | None]:
         """What `count` positions from `start` on show, if all can be used; None after the end of an evaluation."""
-        plans: list[Plan | None] = []
+        plans: list[SamplePlan | None] = []
         while len(plans) < count:  # a batch may reach into the next epochs
             epoch, first = divmod(start + len(plans), len(self))
             if epoch and not self.train:
@@ -238,7 +238,7 @@ class SampleStream:
             )
         return plans
 
-    def read(self, plan: Plan, counters: Counters, pending_read: PendingRead | None = None) -> ReadImage:
+    def read(self, plan: SamplePlan, counters: Counters, pending_read: PendingRead | None = None) -> ReadImage:
         """Reads the planned image, or its pixels from the cache. pending_read: prefetched bytes that have arrived; used
         where they are of this image.
 
@@ -379,7 +379,7 @@ class SampleStream:
             pass
         self.annotate(task, [k])
 
-    def _candidates(self, plan: Plan, position: int) -> Iterator[Plan]:
+    def _candidates(self, plan: SamplePlan, position: int) -> Iterator[SamplePlan]:
         """The plan of a position, then those of its replacements, as far as the quarantine allows them."""
         if self.is_usable(plan.image_index, position):
             yield plan
@@ -388,19 +388,21 @@ class SampleStream:
             if image_index not in tried and self.is_usable(image_index, position):
                 tried.add(image_index)
                 height, width = self.index.original_size[image_index].tolist()
-                yield Plan(image_index, (height, width), plan.rand, plan.crop_rand)
+                yield SamplePlan(image_index, (height, width), plan.rand, plan.crop_rand)
 
     def _plan_image(
         self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], crop_rand: list[float]
-    ) -> Plan:
+    ) -> SamplePlan:
         try:
             if 0 not in original_size:
                 return self._fit(image_index, original_size, rand, crop_rand)
         except ValueError:  # raised again, with the name of the image, when it is read
             pass
-        return Plan(image_index, original_size, rand, crop_rand)
+        return SamplePlan(image_index, original_size, rand, crop_rand)
 
-    def _fit(self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]) -> Plan:
+    def _fit(
+        self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]
+    ) -> SamplePlan:
         """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
         its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes."""
         index, spec = self.index, self._spec
@@ -422,7 +424,7 @@ class SampleStream:
                 boxes=self._boxes(first, end, original_size, source_size) if spec.min_object_covered > 0 else (),
                 u=u,
             )
-        return Plan(image_index, original_size, rand, u, geom, cached_size is not None)
+        return SamplePlan(image_index, original_size, rand, u, geom, cached_size is not None)
 
     def _boxes(
         self, first: int, end: int, original_size: tuple[int, int], source_size: tuple[int, int]

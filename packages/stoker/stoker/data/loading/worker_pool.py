@@ -49,7 +49,7 @@ def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[in
     return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
-class _Read(NamedTuple):
+class _ImageRead(NamedTuple):
     """An image that is to be read."""
 
     store: "Store"
@@ -126,7 +126,7 @@ class Prefetcher:
 
     def _request(self, positions: list[int]) -> None:
         """Requests the images of positions: in as few ranges as are near each other, if they are ranges of objects."""
-        reads: list[_Read] = []
+        reads: list[_ImageRead] = []
         for position in positions:
             self._requests[position] = None
             image_index = self._samples.image_index_at(position)
@@ -134,13 +134,13 @@ class Prefetcher:
                 continue
             location = self._samples.index.remote_object(image_index)
             if location is not None:
-                read = _Read(*location, Future())
+                read = _ImageRead(*location, Future())
                 self._requests[position] = PendingRead(image_index, read.future)
                 reads.append(read)
         for nearby in _merge_ranges(reads):
             self._request_range(nearby)
 
-    def _request_range(self, reads: list[_Read]) -> None:
+    def _request_range(self, reads: list[_ImageRead]) -> None:
         """One request for all of `reads`, which are sorted and of one object."""
         first, is_range = reads[0].start, reads[0].length is not None
 
@@ -165,9 +165,9 @@ class Prefetcher:
         future.add_done_callback(on_done)
 
 
-def _merge_ranges(reads: list[_Read]) -> Iterator[list[_Read]]:
+def _merge_ranges(reads: list[_ImageRead]) -> Iterator[list[_ImageRead]]:
     """Groups of ranges of the same object that are best read at once."""
-    group: list[_Read] = []
+    group: list[_ImageRead] = []
     for read in sorted(reads, key=lambda read: (read.key, read.start)):
         if group and (
             read.length is None

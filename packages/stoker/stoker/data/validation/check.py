@@ -1,7 +1,7 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
 `check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
-(`check_image_files`), and returns a `CheckReport`. It writes only the index, into the cache. No torch. An image that
+(`check_image_files`), and returns a `DatasetCheck`. It writes only the index, into the cache. No torch. An image that
 fails here is one that the loader would quarantine: the same code decodes the file and compares its size with the
 annotations. JPEGs are decoded at an eighth of their size, for which libjpeg still reads every coded byte. The kinds of
 problems are in `problems.py`; the text on the terminal is made by `stoker/report/dataset.py`.
@@ -63,7 +63,7 @@ class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
     num_usable_boxes: int
 
 
-class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What `check_dataset` found. `items` are in the order of the table of kinds, with all their places."""
 
     data: str
@@ -140,7 +140,7 @@ def check_dataset(
     max_bad_boxes: float = DEFAULT_MAX_BAD_BOXES,
     splits: SplitOptions | None = None,
     progress: Progress = lambda _done, _all: None,
-) -> CheckReport:
+) -> DatasetCheck:
     """Checks a data set: a folder, a file, or "demo".
 
     format, classes, allow_outside, splits: see `open_index`. decode_images: False only checks that they exist.
@@ -161,7 +161,7 @@ def check_dataset(
                 check_shards(
                     folder, problems, read=decode_images, workers=workers or _num_workers(folder), progress=progress
                 )
-        return CheckReport(
+        return DatasetCheck(
             data=str(data),
             items=problems.summarize(),
             refusals=(error.what,),
@@ -198,7 +198,7 @@ def check_dataset(
     refusals = find_refusals(
         index, max_bad_fraction=max_bad_fraction, max_bad_boxes=max_bad_boxes, usable=usable if decode_images else None
     )
-    return CheckReport(
+    return DatasetCheck(
         data=str(data),
         root=index.source,
         format=index.format,

@@ -62,7 +62,7 @@ class SplitStats(msgspec.Struct, kw_only=True):
     num_crowd_boxes: int
 
 
-class ClassStats(msgspec.Struct, kw_only=True):
+class ClassCounts(msgspec.Struct, kw_only=True):
     name: str
     num_boxes: int
     box_fraction: float
@@ -100,7 +100,7 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     data: str
     format: str
     splits: list[SplitStats]
-    classes: list[ClassStats]
+    classes: list[ClassCounts]
     """In the data set's order."""
     image_sizes: list[ImageSizeCount]
     """The most common ones, the most common first."""
@@ -256,7 +256,7 @@ def _split_stats(index: Index, name: str) -> SplitStats:
     )
 
 
-def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
+def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassCounts]:
     num_classes = len(index.class_names)
     box_counts, image_counts = np.zeros((len(splits), num_classes), np.int64), np.zeros(num_classes, np.int64)
     for n, name in enumerate(splits):
@@ -268,7 +268,7 @@ def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassStats]:
         image_counts += np.bincount(image_class_pairs % num_classes, minlength=num_classes)
     total = max(1, int(box_counts.sum()))
     return [
-        ClassStats(
+        ClassCounts(
             name=name,
             num_boxes=int(box_counts[:, label].sum()),
             box_fraction=float(box_counts[:, label].sum() / total),
