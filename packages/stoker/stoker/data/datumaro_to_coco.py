@@ -30,18 +30,7 @@ def main(source: str, target: str, format: str) -> dict[str, Any]:
         written = (getattr(item.media, "path", None) or "").replace("\\", "/")
         suffix = Path(written).suffix or ".png"
         image = Path("images", item.subset, f"{item.id}{suffix}")
-        objects: dict[object, tuple[Any, int]] = {}
-        for number, annotation in enumerate(item.annotations):
-            kind = annotation.type.name
-            if annotation.type in (AnnotationType.points, AnnotationType.label) or not hasattr(annotation, "get_bbox"):
-                left_out[kind] += 1
-            elif annotation.label is None:
-                left_out[f"{kind} without a class"] += 1
-            else:
-                read[kind] += 1
-                key = ("group", annotation.group) if annotation.group else number
-                if key not in objects or annotation.type == AnnotationType.bbox:
-                    objects[key] = (annotation.get_bbox(), annotation.label)
+        objects = _objects_of(item, read, left_out)
         name = written.rpartition("/")[2].removeprefix("file:")  # VoTT's paths are those of another machine
         file = Path(written) if Path(written).is_file() else by_name.get(name)
         if not _save(item.media, file, Path(target) / image):
@@ -62,6 +51,23 @@ def main(source: str, target: str, format: str) -> dict[str, Any]:
             json.dumps({**coco, "categories": categories})
         )
     return {"format": dataset.format, "read": read, "left_out": left_out}
+
+
+def _objects_of(item: Any, read: Counter[str], left_out: Counter[str]) -> dict[object, tuple[Any, int]]:
+    """Returns box and class of each object of an image; counts what is read and what is left out, by type."""
+    objects: dict[object, tuple[Any, int]] = {}
+    for number, annotation in enumerate(item.annotations):
+        kind = annotation.type.name
+        if kind in ("points", "label") or not hasattr(annotation, "get_bbox"):
+            left_out[kind] += 1
+        elif annotation.label is None:
+            left_out[f"{kind} without a class"] += 1
+        else:
+            read[kind] += 1
+            key = ("group", annotation.group) if annotation.group else number
+            if key not in objects or kind == "bbox":
+                objects[key] = (annotation.get_bbox(), annotation.label)
+    return objects
 
 
 def _save(media: Any, file: Path | None, path: Path) -> bool:

@@ -501,14 +501,8 @@ def find_refusals(
     allowed_boxes = DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes
     limit = f"more than --max-bad-fraction {allowed_fraction:g} allows"
     yield from (_outside_error(index, problem) for problem in index.problems if problem.kind == images.OUTSIDE)
-    box_split = np.repeat(index._split_index, np.diff(index.offsets))
-    splits, is_training = splits or REQUIRED_SPLITS, splits is None
-    for split in splits:
-        if split not in index.splits:
-            yield index.no_split_error(split)
-        elif is_training and index.crowd[box_split == SPLITS.index(split)].all():
-            name, num_images = "training" if split == "train" else "validation", len(index.image_indices(split))
-            yield make_error(DataError, "split-has-no-boxes", index.source, name=name, count=num_images)
+    yield from _unusable_splits(index, splits or REQUIRED_SPLITS, needs_boxes=splits is None)
+    splits = splits or REQUIRED_SPLITS
     bad_images = [problem for problem in index.problems if problem.is_bad_image]
     num_dropped = sum(problem.count for problem in bad_images)
     num_images = len(index) + num_dropped
@@ -525,15 +519,31 @@ def find_refusals(
         allow = "a larger --max-bad-boxes; images that lose all of their boxes are then left out"
         yield _left_out_error(index, what, bad_boxes, allow)
     for split in (split for split in splits if split in index.splits):
-        image_indices = index.image_indices(split)
-        missing = missing_images(index, image_indices.tolist())
-        bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
-        if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
-            location = ", ".join(map(index.display_source, bad[:3])) + (", …" if len(bad) > 3 else "")
-            fix = suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again"
-            what = count_of_all(len(bad), len(image_indices), "images") + f" of the {split} split "
-            what += "do not exist" if len(missing) == len(bad) else "cannot be used"
-            yield make_error(DataError, "bad-images", location, fix=fix, what=f"{what}, {limit}", data=index.source)
+        yield from _bad_images(index, split, usable, allowed_fraction, limit)
+
+
+def _unusable_splits(index: Index, splits: Sequence[str], *, needs_boxes: bool) -> Iterator[DataError]:
+    box_split = np.repeat(index._split_index, np.diff(index.offsets))
+    for split in splits:
+        if split not in index.splits:
+            yield index.no_split_error(split)
+        elif needs_boxes and index.crowd[box_split == SPLITS.index(split)].all():
+            name, num_images = "training" if split == "train" else "validation", len(index.image_indices(split))
+            yield make_error(DataError, "split-has-no-boxes", index.source, name=name, count=num_images)
+
+
+def _bad_images(
+    index: Index, split: str, usable: NDArray[np.bool_] | None, allowed_fraction: float, limit: str
+) -> Iterator[DataError]:
+    image_indices = index.image_indices(split)
+    missing = missing_images(index, image_indices.tolist())
+    bad = missing if usable is None else sorted({*missing, *image_indices[~usable[image_indices]].tolist()})
+    if len(bad) > max_bad_images(allowed_fraction, len(image_indices)) or len(bad) == len(image_indices):
+        location = ", ".join(map(index.display_source, bad[:3])) + (", …" if len(bad) > 3 else "")
+        fix = suggest_location(index.root, index.path(missing[0])) if missing else "copy the files again"
+        what = count_of_all(len(bad), len(image_indices), "images") + f" of the {split} split "
+        what += "do not exist" if len(missing) == len(bad) else "cannot be used"
+        yield make_error(DataError, "bad-images", location, fix=fix, what=f"{what}, {limit}", data=index.source)
 
 
 def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str) -> DataError:

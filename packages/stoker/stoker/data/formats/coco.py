@@ -210,6 +210,18 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     return True
 
 
+def _find_base(existing: list[Path], others: list[Path], names: list[str], base_names: list[str]) -> tuple[Path, bool]:
+    """Returns the folder that has most of a few of the images, and whether only by their `base_names`."""
+    for directories, candidates in product((existing, others), (names, base_names)):
+        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
+        counts = [(sum(os.path.isfile(folder / name) for name in probes), folder) for folder in directories]
+        num_found, best = max(counts, key=lambda count: count[0], default=(0, existing[0]))
+        if num_found:
+            return best, candidates is base_names
+    # the folder whose files have these names in another case or Unicode form, if any
+    return max(existing, key=lambda folder: len(resolve_names(folder, names))), False
+
+
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folder_table: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
@@ -221,16 +233,7 @@ def _locate_images(
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-    base, strip_dirs = existing[0], False
-    for directories, candidates in product((existing, folders.list_dirs_below(folder_table.root)), (names, base_names)):
-        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
-        counts = [(sum(os.path.isfile(folder / name) for name in probes), folder) for folder in directories]
-        num_found, best = max(counts, key=lambda count: count[0], default=(0, base))
-        if num_found:
-            base, strip_dirs = best, candidates is base_names
-            break
-    else:  # the folder whose files have these names in another case or Unicode form, if any
-        base = max(existing, key=lambda folder: len(resolve_names(folder, names)))
+    base, strip_dirs = _find_base(existing, folders.list_dirs_below(folder_table.root), names, base_names)
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
@@ -312,29 +315,33 @@ def _decode_raw(data: bytes) -> tuple[_RawFile[Any], Convert]:
         return msgspec.convert(json.loads(data), type=_RawFile[Any]), msgspec.convert
 
 
+def _correct(
+    entry: Any, entry_type: type[Entry], convert: Convert, number_by_text_id: dict[str, int]
+) -> tuple[Entry | None, str | None]:
+    """Returns an entry whose strict conversion failed, and the kind of problem; None or `_UNREADABLE` if it is
+    unusable."""
+    with contextlib.suppress(msgspec.ValidationError):
+        return convert(entry, type=entry_type, strict=False), "text-for-number"
+    fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
+    if not isinstance(fields, dict) or entry_type is Category:
+        return None, None
+    is_image = entry_type is ImageEntry
+    key = "id" if is_image else "image_id"
+    text_id = fields.get(key)
+    kind = None
+    if isinstance(text_id, str) and (is_image or text_id in number_by_text_id):
+        number = number_by_text_id.setdefault(text_id, -(2**62) - 1 - len(number_by_text_id))
+        fields = {**fields, key: number}
+    elif is_image:  # without its size
+        fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
+        kind = "malformed-size"
+    return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
+
+
 def _convert_each(
     path: Path, raw: _RawFile[Any], convert: Convert, location: str, problems: ProblemCollector
 ) -> tuple[CocoFile, list[str]]:
     number_by_text_id: dict[str, int] = {}
-
-    def correct(entry: Any, entry_type: type[Entry]) -> tuple[Entry | None, str | None]:
-        """An entry whose strict conversion failed, and the kind of problem; None or `_UNREADABLE` if it is unusable."""
-        with contextlib.suppress(msgspec.ValidationError):
-            return convert(entry, type=entry_type, strict=False), "text-for-number"
-        fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
-        if not isinstance(fields, dict) or entry_type is Category:
-            return None, None
-        is_image = entry_type is ImageEntry
-        key = "id" if is_image else "image_id"
-        text_id = fields.get(key)
-        kind = None
-        if isinstance(text_id, str) and (is_image or text_id in number_by_text_id):
-            number = number_by_text_id.setdefault(text_id, -(2**62) - 1 - len(number_by_text_id))
-            fields = {**fields, key: number}
-        elif is_image:  # without its size
-            fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
-            kind = "malformed-size"
-        return msgspec.convert(fields, type=entry_type, strict=kind is None), kind
 
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
         valid: list[Entry] = []
@@ -343,7 +350,7 @@ def _convert_each(
                 valid.append(convert(entry, type=entry_type))
             except _UNREADABLE as error:
                 try:
-                    corrected, kind = correct(entry, entry_type)
+                    corrected, kind = _correct(entry, entry_type, convert, number_by_text_id)
                 except _UNREADABLE:  # what a valid beginning was followed by
                     corrected, kind = None, None
                 valid += [] if corrected is None else [corrected]

@@ -12,7 +12,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import islice
@@ -24,7 +24,7 @@ import msgspec
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.openimages import is_open_images, iter_csv
-from stoker.data.formats.tables import UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles, usable_size
+from stoker.data.formats.tables import UNASSIGNED, XYXY, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
@@ -107,6 +107,7 @@ def _has_images(folder: Path, names: list[str]) -> bool:
 
 
 DELIMITERS = (",", ";", "\t", "|")
+BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 
 
 class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,7 +142,7 @@ class CsvLayout:
     label_column: int | None
     box_columns: tuple[int, ...]
     """Four columns, or one with "[x, y, width, height]"."""
-    box_format: Literal["xyxy", "xywh", "cxcywh"]
+    box_format: BoxFormat
     size_columns: tuple[int, int] | None = None
     """Height and width of the image."""
     split_column: int | None = None
@@ -196,30 +197,33 @@ def _normalize_column(name: str) -> str:
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
+def _find_columns(column_by_name: Mapping[str, int], groups: Iterable[tuple[str, ...]]) -> tuple[int, ...]:
+    """Returns the columns of the first group of names that are all there; none if there is no such group."""
+    groups_here = (group for group in groups if all(name in column_by_name for name in group))
+    return tuple(column_by_name[name] for name in next(groups_here, ()))
+
+
+def _find_box_columns(column_by_name: Mapping[str, int]) -> tuple[tuple[int, ...], BoxFormat]:
+    """Returns the columns of the box, or none, and what they contain."""
+    if corners := _find_columns(column_by_name, COLUMNS.corners):
+        return corners, "xyxy"
+    if width_height := _find_columns(column_by_name, COLUMNS.width_height):
+        if center := _find_columns(column_by_name, COLUMNS.center):
+            return center + width_height, "cxcywh"
+        if corner := _find_columns(column_by_name, [("x", "y"), *(group[:2] for group in COLUMNS.corners)]):
+            return corner + width_height, "xywh"
+    return _find_columns(column_by_name, [(name,) for name in COLUMNS.box]), "xywh"
+
+
 def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     names = [_normalize_column(name) for name in rows[0]]
     column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
-
-    def first_match(*choices: tuple[str, ...]) -> tuple[int, ...] | None:
-        return next(
-            (tuple(column_by_name[n] for n in group) for group in choices if all(n in column_by_name for n in group)),
-            None,
-        )
-
-    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
-    box_columns, notes = first_match(*COLUMNS.corners), []
-    if box_columns is None:
-        width_height, center = first_match(*COLUMNS.width_height), first_match(*COLUMNS.center)
-        corner = first_match(("x", "y"), *(group[:2] for group in COLUMNS.corners))
-        whole_box = first_match(*((name,) for name in COLUMNS.box))
-        if width_height is not None and (center or corner) is not None:
-            box_format = "cxcywh" if center is not None else "xywh"
-            box_columns = (*(center or corner or ()), *width_height)
-        elif whole_box is not None:
-            box_format, box_columns = "xywh", whole_box
-            notes.append(f"column {rows[0][whole_box[0]]!r} is read as x, y, width, height")
-        else:
-            return None
+    box_columns, box_format = _find_box_columns(column_by_name)
+    if not box_columns:
+        return None
+    notes = []
+    if len(box_columns) == 1:
+        notes.append(f"column {rows[0][box_columns[0]]!r} is read as x, y, width, height")
     used = set(box_columns)
 
     def first_unused(choices: tuple[str, ...]) -> int | None:
@@ -230,11 +234,10 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     if file_column is None:
         return None
     used.add(file_column)
-    width_height = first_match(
-        *(group for group in COLUMNS.image_size if not {column_by_name.get(name) for name in group} & used)
-    )
+    unused_sizes = (group for group in COLUMNS.image_size if not {column_by_name.get(name) for name in group} & used)
+    width_height = _find_columns(column_by_name, unused_sizes)
     split_column = first_unused(COLUMNS.split)
-    used |= {column for column in (*(width_height or ()), split_column) if column is not None}
+    used |= {column for column in (*width_height, split_column) if column is not None}
     label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
     if label_column is None:
@@ -249,7 +252,7 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         label_column=label_column,
         box_columns=box_columns,
         box_format=box_format,
-        size_columns=None if width_height is None else (width_height[1], width_height[0]),
+        size_columns=(width_height[1], width_height[0]) if width_height else None,
         split_column=split_column,
         class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
         notes=tuple(notes),
@@ -345,27 +348,31 @@ def _read_table(
             height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
             image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
             index_by_image[split, folder, name] = image_index
-        texts = [values[column] for column in layout.box_columns]
-        label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
-        bad: tuple[str, str] | None = None
-        if not any(texts):
-            bad = ("no-box", location) if label and layout.label_column is not None else None
-        elif (xyxy := _parse_xyxy(texts, layout)) is None:
-            bad = "malformed-row", f"{location}, the box is not four numbers"
-        elif not label:
-            bad = "no-class", location
-        else:
-            builder.boxes.append(Box(image_index, label, xyxy, line))
-        if bad is not None:
-            problems.add(*bad)
+        found = _read_box(values, layout)
+        if isinstance(found, str):
+            reason = ", the box is not four numbers" if found == "malformed-row" else ""
+            problems.add(found, location + reason)
             builder.bad_boxes.append(image_index)
+        elif found is not None:
+            builder.boxes.append(Box(image_index, *found, line))
+
+
+def _read_box(values: list[str], layout: CsvLayout) -> tuple[str, XYXY] | str | None:
+    """Returns class and box of a row, or the kind of problem; None for an image without objects."""
+    texts = [values[column] for column in layout.box_columns]
+    label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
+    if not any(texts):
+        return "no-box" if label and layout.label_column is not None else None
+    if (xyxy := _parse_xyxy(texts, layout)) is None:
+        return "malformed-row"
+    return (label, xyxy) if label else "no-class"
 
 
 def _cell(values: list[str], column: int | None) -> str:
     return values[column] if column is not None and column < len(values) else ""
 
 
-def _parse_xyxy(texts: list[str], layout: CsvLayout) -> tuple[float, float, float, float] | None:
+def _parse_xyxy(texts: list[str], layout: CsvLayout) -> XYXY | None:
     """x1, y1, x2, y2; None if the texts are not four numbers."""
     if len(texts) == 1:
         text = texts[0].strip("[](){} ")

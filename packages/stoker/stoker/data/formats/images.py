@@ -287,10 +287,28 @@ def report_outside(
     own_dirs = [os.path.realpath(data if data.is_dir() else layout.root)]
     if not data.is_dir():
         own_dirs += [os.path.abspath(folder) for part in layout.parts for folder in part.image_dirs]
+    outside = _find_outside(table, layout.root, own_dirs)
+    is_test: NDArray[np.bool_] = table.split == SPLITS.index("test")
+    nothing = np.zeros(len(is_test), np.bool_)
+    if not outside:
+        return nothing
+    count, first = f"{len(outside):,} images are outside the", next(iter(outside.values()))
+    if allowed:
+        table.notes.append(f"{count} folder, as --allow-outside allows: {first}")
+    elif is_test[list(outside)].all() and not is_test.all():
+        problems.add("unreadable-test-split", f"{count} data set's folder: {first}")
+        return is_test
+    for location in () if allowed else outside.values():
+        problems.add(OUTSIDE, location)
+    return nothing
+
+
+def _find_outside(table: AnnotationTable, root: Path, own_dirs: list[str]) -> dict[int, str]:
+    """Returns where each image that is in none of `own_dirs` is; adds notes on folder links."""
     real_dirs = [os.path.realpath(folder) for folder in own_dirs]
     outside: dict[int, str] = {}
     for folder_index, image_indices in group_by_folder(table.folder_index, table.images_that_are_files()):
-        folder = os.path.normpath(os.path.join(layout.root, table.folders[folder_index]))
+        folder = os.path.normpath(os.path.join(root, table.folders[folder_index]))
         if not os.path.isdir(folder):
             continue  # its images are missing, wherever it is
         names = {image_index: table.file_names[image_index] for image_index in image_indices.tolist()}
@@ -306,19 +324,7 @@ def report_outside(
             target = os.path.realpath(os.path.join(folder, name)) if name in links else real_folder
             if not is_below(target, (real_folder, *real_dirs)):
                 outside[image_index] = f"{os.path.join(folder, name)}, a link to {target}"
-    is_test: NDArray[np.bool_] = table.split == SPLITS.index("test")
-    nothing = np.zeros(len(is_test), np.bool_)
-    if not outside:
-        return nothing
-    count, first = f"{len(outside):,} images are outside the", next(iter(outside.values()))
-    if allowed:
-        table.notes.append(f"{count} folder, as --allow-outside allows: {first}")
-    elif is_test[list(outside)].all() and not is_test.all():
-        problems.add("unreadable-test-split", f"{count} data set's folder: {first}")
-        return is_test
-    for location in () if allowed else outside.values():
-        problems.add(OUTSIDE, location)
-    return nothing
+    return outside
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
@@ -458,17 +464,9 @@ class TableBuilder:
             xyxy[is_normalized] *= size[image_index[is_normalized]][:, [1, 0, 1, 0]]
             keep = ~(is_normalized & np.isin(image_index, list(reasons)))
             for i, count in Counter(image_index[~keep].tolist()).items():
-                path = display_path(images[i].folder / images[i].name, root)
-                self.problems.add("box-of-unreadable-image", f"{path}: {reasons[i]}", count)
+                self.problems.add("box-of-unreadable-image", f"{self._image_path(i)}: {reasons[i]}", count)
         if class_names is not None:
-            listed = set(class_names)
-            for i, box in enumerate(boxes):
-                if isinstance(box.label, str) and box.label not in listed:
-                    image = images[box.image_index]
-                    path = display_path(image.folder / image.name, root)
-                    self.problems.add("unknown-class", f"{path}: {box.label!r}")
-                    self.bad_boxes.append(box.image_index)
-                    keep[i] = False
+            keep &= self._find_known_classes(class_names)
         order = np.flatnonzero(keep)
         order = order[np.argsort(image_index[order], kind="stable")]
         boxes = [boxes[i] for i in order.tolist()]
@@ -497,6 +495,19 @@ class TableBuilder:
             num_bad_boxes=np.bincount(np.array(self.bad_boxes, np.int64), minlength=len(images)),
             notes=[*self.notes, *(f"{count:,} × {description}" for description, count in self.counts.items() if count)],
         )
+
+    def _image_path(self, image_index: int) -> str:
+        image = self.images[image_index]
+        return display_path(image.folder / image.name, self.layout.root)
+
+    def _find_known_classes(self, class_names: Sequence[str]) -> NDArray[np.bool_]:
+        """Returns [K], whether the class of each box is one of these; the others are reported."""
+        listed = set(class_names)
+        is_known = np.array([isinstance(box.label, int) or box.label in listed for box in self.boxes], np.bool_)
+        for box in (self.boxes[i] for i in np.flatnonzero(~is_known).tolist()):
+            self.problems.add("unknown-class", f"{self._image_path(box.image_index)}: {box.label!r}")
+            self.bad_boxes.append(box.image_index)
+        return is_known
 
     def drop_ambiguous_images(self, *, by_stem: bool = False) -> None:
         """Drops images that have only skipped shapes, and an identical second entry of an image in a split. If its

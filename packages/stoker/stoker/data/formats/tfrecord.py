@@ -260,13 +260,7 @@ def _read_record(
     start = record.find(encoded[:64])  # searching for all of it takes as long as all the rest
     if not record.startswith(encoded, start):
         start = record.find(encoded)
-    height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
-    if not (height and width and encoded[:3] in MAGIC_BYTES):
-        try:
-            header_size = parse_header(encoded, "image/encoded").size
-        except DataError as error:
-            raise _UnusableRecord("record-without-image", error.cause or error.what) from error
-        height, width = (height, width) if height and width else header_size
+    height, width = _image_size(sides, encoded)
     for column, values in zip(columns.xyxy, xyxy, strict=True):
         column.extend(values)
     numbers = columns.number_by_pair
@@ -281,6 +275,18 @@ def _read_record(
     columns.source_id.append(source_id)
     columns.file_names.append(_unique_name(filename, frame.number, used_names))
     used_names.add(columns.file_names[-1])
+
+
+def _image_size(sides: list[Sequence[int]], encoded: bytes) -> tuple[int, int]:
+    """Height and width, from the lists of the record or else from the image. Raises _UnusableRecord."""
+    height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
+    if height and width and encoded[:3] in MAGIC_BYTES:
+        return height, width
+    try:
+        header_size = parse_header(encoded, "image/encoded").size
+    except DataError as error:
+        raise _UnusableRecord("record-without-image", error.cause or error.what) from error
+    return (height, width) if height and width else header_size
 
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:

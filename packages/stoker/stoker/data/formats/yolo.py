@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -277,8 +278,12 @@ def _fold_stem(stem: str) -> str:
     return unicodedata.normalize("NFC", stem).casefold()
 
 
-def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
-    """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
+_Layout = tuple[str, list[SplitFiles], list[str]]
+"""Description, parts (perhaps none), notes."""
+
+
+def _iter_layouts(folder: Path) -> Iterator[_Layout]:
+    """Yields the possible layouts without a data.yaml."""
     pairs = [
         SplitFiles(split=split, annotations=labels, image_dirs=(images,))
         for split, images, labels in folders.list_split_pairs(folder)
@@ -286,42 +291,61 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
     ]
     if any(part.split == "train" for part in pairs):
         yield "YOLO in folders of images and of labels per split", pairs, []
-    for description, parts, notes in _iter_usual_layouts(folder):
+    for description, parts, notes in chain(
+        _iter_listed(folder), _iter_in_image_dir(folder), _iter_per_split(folder), _iter_in_one_folder(folder)
+    ):
         if pairs and {part.split for part in parts} == {None}:
             parts = [*(replace(part, split="train") for part in parts), *pairs]
         yield description, parts, notes
 
 
-def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
-    subdirs = folders.list_subdirs(folder)
+def _iter_listed(folder: Path) -> Iterator[_Layout]:
     lists = [(split, folder / f"{word}.txt") for word, split in folders.SPLIT_BY_NAME.items()]
     first_lines = (_read_first_line(path).decode(errors="replace") if path.is_file() else "" for _, path in lists)
     lists = [pair for pair, line in zip(lists, first_lines, strict=True) if folders.is_image_name(line)]
     parts = [part for split, path in lists for part in _parts_from_list(split, path, ())]
     yield "YOLO with lists of images", parts, []
-    images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
-    if images is not None and ("labels" in subdirs or _list_label_files(images)):
-        split_of = {path: folders.split_from_name(name) for name, path in folders.list_subdirs(images).items()}
-        by_split = [(split, path) for split in SPLITS for path in split_of if split_of[path] == split]
-        if by_split:
-            others = [path.name for path, split in split_of.items() if split is None]
-            if _list_image_names(images):
-                others.append("the images directly in it")
-            notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
-            yield "YOLO in images/ and labels/", [p for s, path in by_split for p in _iter_parts_below(s, path)], notes
-        yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
+
+
+def _iter_in_image_dir(folder: Path) -> Iterator[_Layout]:
+    images = _image_dir_of(folder)
+    if images is None or not (_has_labels_dir(folder) or _list_label_files(images)):
+        return
+    split_of = {path: folders.split_from_name(name) for name, path in folders.list_subdirs(images).items()}
+    by_split = [(split, path) for split in SPLITS for path in split_of if split_of[path] == split]
+    if by_split:
+        others = [path.name for path, split in split_of.items() if split is None]
+        if _list_image_names(images):
+            others.append("the images directly in it")
+        notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
+        yield "YOLO in images/ and labels/", [p for s, path in by_split for p in _iter_parts_below(s, path)], notes
+    yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
+
+
+def _iter_per_split(folder: Path) -> Iterator[_Layout]:
     parts = []
+    has_labels = _has_labels_dir(folder)
     for split, path in folders.iter_split_dirs(folder):
-        inner = folders.list_subdirs(path)
-        if "labels" in inner or "labels" in subdirs or _list_label_files(path):
-            base = next((inner[word] for word in IMAGE_DIR_NAMES if word in inner), path)
+        if has_labels or _has_labels_dir(path) or _list_label_files(path):
+            base = _image_dir_of(path) or path
             parts += [part for part in _iter_parts_below(split, base) if _list_label_files(part.annotations)]
     if parts and _has_rows(parts):
         yield "YOLO per split folder", parts, folders.check_unannotated_splits(folder, parts)
-    if _list_label_files(folder) or "labels" in subdirs:
+
+
+def _iter_in_one_folder(folder: Path) -> Iterator[_Layout]:
+    if _list_label_files(folder) or _has_labels_dir(folder):
         names = _list_image_names(folder)
         part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
         yield "YOLO, label files and images in one folder", [part] if names else [], []
+
+
+def _image_dir_of(folder: Path) -> Path | None:
+    return next(iter(folders.named_subdirs(folder, IMAGE_DIR_NAMES)), None)
+
+
+def _has_labels_dir(folder: Path) -> bool:
+    return "labels" in folders.list_subdirs(folder)
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:

@@ -179,12 +179,7 @@ def check_dataset(
         for image_index in missing_images(index):
             usable[image_index] = False
             problems.add("missing-image", os.path.relpath(index.path(image_index), index.root))
-    found = {problem.kind: problem.examples for problem in problems.summarize()}
-    named = {*found.get("not-in-a-split", ()), *(text.rpartition(": ")[0] for text in found.get("no-box-left", ()))}
-    named.update(found.get("missing-image", ()))
-    for path in unlisted_images(index):
-        if (name := os.path.relpath(path, index.root)) not in named:
-            problems.add("unlabeled-image", name)
+    _report_unlisted(index, problems)
     found_problems = []
     num_dropped_boxes = 0
     for problem in problems.summarize():
@@ -215,6 +210,15 @@ def check_dataset(
         refusals=tuple(error.what for error in refusals),
         notes=index.notes,
     )
+
+
+def _report_unlisted(index: Index, problems: ProblemCollector) -> None:
+    found = {problem.kind: problem.examples for problem in problems.summarize()}
+    named = {*found.get("not-in-a-split", ()), *(text.rpartition(": ")[0] for text in found.get("no-box-left", ()))}
+    named.update(found.get("missing-image", ()))
+    for path in unlisted_images(index):
+        if (name := os.path.relpath(path, index.root)) not in named:
+            problems.add("unlabeled-image", name)
 
 
 def _num_workers(root: Path) -> int:

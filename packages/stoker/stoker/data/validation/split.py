@@ -80,12 +80,8 @@ def make_splits(
     the same match (its groups, if it has some) stay together. None: near-duplicates do.
     Raises UsageError for impossible fractions or patterns, and for a folder that is not empty.
     """
-    if not (0 < val_fraction < 1 and 0 <= (test_fraction or 0) < 1 and val_fraction + (test_fraction or 0) < 1):
-        raise UsageError("The fractions leave no image for training.", choices=["two fractions that add up to below 1"])
-    if out.resolve().is_relative_to(index.root.resolve()):
-        raise UsageError("OUT is in the folder of the data set.", location=out, fix="name a folder outside of it")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError("OUT is not an empty folder.", location=out, fix="name a folder that does not exist yet")
+    fractions = (1 - val_fraction - (test_fraction or 0), val_fraction, test_fraction or 0)
+    _refuse_arguments(index, out, fractions)
     kept_test = test_fraction is None and "test" in index.splits
     kept = set(index.image_indices("test").tolist()) if kept_test else set()
     names = [os.path.relpath(index.path(image_index), index.root) for image_index in range(len(index))]
@@ -100,7 +96,6 @@ def make_splits(
         groups, num_unreadable = group_by_name(chosen_names, group_by), 0
     boxes, place = boxes_of(index, chosen)
     used = ~index.crowd[boxes]
-    fractions = (1 - val_fraction - (test_fraction or 0), val_fraction, test_fraction or 0)
     split_of = stratify(place[used], index.labels[boxes[used]], chosen_names, fractions, seed=seed, groups=groups)
     images = {split: chosen[split_of == number] for number, split in enumerate(SPLITS)}
     if kept_test:
@@ -122,6 +117,16 @@ def make_splits(
         num_unreadable=num_unreadable,
         kept_test=kept_test,
     )
+
+
+def _refuse_arguments(index: Index, out: Path, fractions: tuple[float, float, float]) -> None:
+    _, val, test = fractions
+    if not (0 < val < 1 and 0 <= test < 1 and val + test < 1):
+        raise UsageError("The fractions leave no image for training.", choices=["two fractions that add up to below 1"])
+    if out.resolve().is_relative_to(index.root.resolve()):
+        raise UsageError("OUT is in the folder of the data set.", location=out, fix="name a folder outside of it")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError("OUT is not an empty folder.", location=out, fix="name a folder that does not exist yet")
 
 
 def _count(index: Index, image_indices: NDArray[np.int64]) -> SplitCount:
