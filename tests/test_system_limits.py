@@ -95,7 +95,7 @@ def test_without_a_free_descriptor_no_file_is_damaged(tmp_path: Path) -> None:
         with pytest.raises(SystemLimitError) as of_bytes:
             regular_files.read_bytes(path)
         with pytest.raises(SystemLimitError) as of_index:
-            index_cache.read(path, "stamp")
+            index_cache.read_index(path, "stamp")
     assert {of_bytes.value.location, of_index.value.location} == {str(path)}
     assert regular_files.read_bytes(path) == b"whole"
 

@@ -28,8 +28,8 @@ _MIN_GAIN = 0.02
 def best_image_size(
     sizes: NDArray[np.int32], side: int, multiple: int = 32, *, context: str = ""
 ) -> tuple[tuple[int, int], str]:
-    """(height, width) of the model input at which letterboxed images are largest, and the reason for it. At most
-    1.1 × side² pixels, and no more than the median image; both are multiples of `multiple` and at least 32.
+    """Returns (height, width) of the model input at which letterboxed images are largest, and the reason for it. At
+    most 1.1 × side² pixels, and no more than the median image; both are multiples of `multiple` and at least 32.
 
     sizes: int32 [N, 2], height and width, 0 where unknown. context: put before `side` in the reason.
     """
@@ -128,7 +128,7 @@ class AnchorConfig(NamedTuple):
 
 
 def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
-    """[K], the best IoU of each box [K, 2] with any of the shapes [A, 2] centered on it."""
+    """Returns [K], the best IoU of each box [K, 2] with any of the shapes [A, 2] centered on it."""
     ious = np.zeros(len(box_wh))
     area = anchor_wh.prod(1)
     for start in range(0, len(box_wh), _BOXES_PER_BLOCK):
@@ -142,7 +142,7 @@ def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:
 def recommend_anchors(
     box_wh: FloatArray, image_size: tuple[int, int], default: AnchorConfig, *, iou_threshold: float
 ) -> tuple[AnchorConfig, str]:
-    """Anchors that cover more boxes at `iou_threshold`, as many as `default` has; and the reason.
+    """Returns anchors that cover more boxes at `iou_threshold`, as many as `default` has; and the reason.
 
     Starts: the default; the percentiles of the box sizes; geometric series with k-means of the box shapes, by IoU, for
     size and ratio (YOLOv2, arXiv 1612.08242, section 2). The best start is refined: each size and ratio is moved by
@@ -156,7 +156,7 @@ def recommend_anchors(
         box_wh = box_wh[np.linspace(0, len(box_wh) - 1, _MAX_SAMPLED_BOXES).astype(np.int64)]
 
     def score(anchors: AnchorConfig) -> float:
-        """Best possible recall; the mean IoU decides between equals."""
+        """Returns the best possible recall; the mean IoU decides between equals."""
         ious = best_iou(box_wh, anchors.anchor_wh())
         return float((ious >= iou_threshold).mean() + 1e-3 * ious.mean())
 
@@ -180,7 +180,7 @@ def recommend_anchors(
 
 
 def kmeans_iou(box_wh: FloatArray, count: int, iterations: int = 30) -> FloatArray:
-    """[count, 2]: k-means of shapes with the distance 1 - IoU, from the quantiles of their areas."""
+    """Returns [count, 2]: k-means of shapes with the distance 1 - IoU, from the quantiles of their areas."""
     order = np.argsort(box_wh.prod(1), kind="stable")
     centers = box_wh[order[((np.arange(count) + 0.5) / count * len(order)).astype(np.int64)]].copy()
     for _ in range(iterations):
@@ -195,7 +195,7 @@ def kmeans_iou(box_wh: FloatArray, count: int, iterations: int = 30) -> FloatArr
 
 
 def _refine(start: AnchorConfig, score: Callable[[AnchorConfig], float], *, refine_ratios: bool) -> AnchorConfig:
-    """Coordinate descent: factors of one size or ratio, smaller in each round."""
+    """Changes one size or ratio at a time by a factor, smaller in each round (coordinate descent)."""
     rounded = start._replace(
         sizes=tuple(float(round(max(4.0, size))) for size in start.sizes),
         ratios=tuple(float(f"{ratio:.2g}") for ratio in start.ratios),

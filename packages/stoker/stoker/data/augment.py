@@ -59,7 +59,7 @@ class AtOnce(NamedTuple):
 
 
 def default_at_once(images: Tensor) -> AtOnce:
-    """As much as fits the cache of a CPU, or all images [B, 3, H, W] on an accelerator."""
+    """Returns as much as fits the cache of a CPU, or all images [B, 3, H, W] on an accelerator."""
     return AtOnce(MOSAIC_GROUP_SIZE, 1) if images.device.type == "cpu" else AtOnce(len(images), 3)
 
 
@@ -75,7 +75,8 @@ def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once
 def apply_augmentations(
     batch: Batch, settings: DataSettings, mixes: bool, makes: bool, at_once: AtOnce | None = None
 ) -> Batch:
-    """`augment_batch` without numbers that change from step to step: mixes, makes: as `strong_augmentations` has it."""
+    """Does the same as `augment_batch`, without numbers that change from step to step. mixes, makes: those of
+    `strong_augmentations`."""
     if settings.hflip > 0:
         batch = horizontal_flip(batch, settings.hflip)
     strengths = settings.brightness, settings.contrast, settings.saturation, settings.hue
@@ -89,8 +90,8 @@ def apply_augmentations(
 
 
 def strong_augmentations(settings: DataSettings, progress: float) -> tuple[bool, bool]:
-    """Whether `augment_batch` mixes images and makes mosaics at this fraction of the training: all of it that depends
-    on `progress`. Without mosaics nothing is mixed: there is room for the boxes of one image only."""
+    """Returns whether `augment_batch` mixes images and makes mosaics at this fraction of the training: all of it that
+    depends on `progress`. Without mosaics nothing is mixed: there is room for the boxes of one image only."""
     makes_mosaics = settings.mosaic > 0 and progress < MOSAIC_END_FRACTION
     return makes_mosaics and bool(settings.mixup) and progress < MIXUP_END_FRACTION, makes_mosaics
 
@@ -208,7 +209,7 @@ def color_jitter(
 
 
 def _cached(make: MakeTensor) -> MakeTensor:
-    """`make`, called once for the same arguments, not at every step. Nothing may change the tensors."""
+    """Calls `make` once for the same arguments, not at every step. Nothing may change the tensors."""
     made: dict[tuple[Any, ...], Any] = {}
     _caches.append(made)
 
@@ -232,20 +233,20 @@ def clear_cached_constants() -> None:
 
 @_cached
 def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor [n], made without a copy from the host."""
+    """Returns a tensor [n], made without a copy from the host."""
     return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
 
 
 @_cached
 def _indices(count: int, device: torch.device) -> Tensor:
-    """int64 [count]: 0, 1, 2 …"""
+    """Returns int64 [count]: 0, 1, 2 …"""
     return torch.arange(count, device=device)
 
 
 @_cached
 def _tile_members(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tiles of the mosaics of `count` images: `member` and `source_index` of `_MosaicTiles`; and bool [4, 2],
-    whether a tile is below, and right of, the center."""
+    """Returns `member` and `source_index` of `_MosaicTiles` for the mosaics of `count` images; and bool [4, 2], whether
+    a tile is below, and right of, the center."""
     image_index = torch.arange(count, device=device)[:, None]
     quadrant = torch.arange(MOSAIC_GROUP_SIZE, device=device)
     member = (image_index + quadrant) % MOSAIC_GROUP_SIZE
@@ -254,14 +255,14 @@ def _tile_members(count: int, device: torch.device) -> tuple[Tensor, Tensor, Ten
 
 
 def _resized_area(resized_size: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """bool [B, height, 1] and [B, 1, width]: the rows and columns that belong to the image, not to padding."""
+    """Returns bool [B, height, 1] and [B, 1, width]: the rows and columns that belong to the image, not to padding."""
     rows = _indices(height, resized_size.device) < resized_size[:, :1]
     columns = _indices(width, resized_size.device) < resized_size[:, 1:]
     return rows[:, :, None], columns[:, None, :]
 
 
 def _mean_gray(images: Tensor, mask: Tensor) -> Tensor:
-    """uint8 [B, 3, H, W], bool [B, H, W] → float32 [B], the mean luma of the pixels in the mask."""
+    """Returns float32 [B], the mean luma of the pixels of images uint8 [B, 3, H, W] in a mask bool [B, H, W]."""
     pixels = images.to(torch.float32)
     gray = LUMA_WEIGHTS[0] * pixels[:, 0] + LUMA_WEIGHTS[1] * pixels[:, 1] + LUMA_WEIGHTS[2] * pixels[:, 2]
     return (gray * mask).sum((1, 2)) / mask.sum((1, 2))
@@ -341,7 +342,7 @@ class _MosaicTiles:
         )
 
     def boxes(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether M suffices, [B]."""
+        """Returns boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether M suffices, [B]."""
         count, max_boxes = batch.valid.shape
         # [B, 4, 1, 1, 2] in the order x, y, for boxes as [B, 4, M, 2, 2].
         scale, start, visible_min, visible_max = (

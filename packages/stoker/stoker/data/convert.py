@@ -229,8 +229,8 @@ def _orient_boxes(
 
 
 def _unique_name(name: str, image_format: str, folder: str, used: set[tuple[str, str]]) -> str:
-    """The source's name if possible; if it has no image suffix, that of its format is appended. Its stem is unique in
-    its folder, in any case. used: (folder, stem), grows."""
+    """Returns the source's name if possible; if it has no image suffix, that of its format is appended. Its stem is
+    unique in its folder, in any case. used: (folder, stem), grows."""
     name = _UNUSABLE_CHARS.sub("_", name).strip().lstrip(".") or "image"
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in (*IMAGE_SUFFIXES, SUFFIXES[image_format][0]):
@@ -258,7 +258,7 @@ def _write_image(target: Path, image: AnnotatedImage, source: Path | None) -> No
 
 
 def read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
-    """The encoded image and its header. Raises UnsupportedImage for an image that training would skip."""
+    """Returns the encoded image and its header. Raises UnsupportedImage for an image that training would skip."""
     try:
         data = index.read(image_index)
         header = parse_header(data, path)

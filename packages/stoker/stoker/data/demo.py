@@ -47,8 +47,8 @@ class Shape(NamedTuple):
 
 
 def ensure_demo() -> Path:
-    """The folder of the demo data set in the cache; generates it if it does not exist. Safe if killed, and in several
-    processes: it is generated in a temporary folder and renamed, so it is never incomplete."""
+    """Returns the folder of the demo data set in the cache; generates it if it does not exist. Safe if killed, and in
+    several processes: it is generated in a temporary folder and renamed, so it is never incomplete."""
     target = cache_folder() / f"demo-v{VERSION}"
     if target.is_dir():
         return target
@@ -112,7 +112,7 @@ def draw_image(split: str, image_id: int) -> tuple[NDArray[np.uint8], list[Shape
 
 
 def _texture(rng: np.random.Generator) -> NDArray[np.float64]:
-    """[IMAGE_SIDE, IMAGE_SIDE, 3], 0 … 255: a grid of a few random colors, sharp or blurred."""
+    """Returns [IMAGE_SIDE, IMAGE_SIDE, 3], 0 … 255: a grid of a few random colors, sharp or blurred."""
     cells = int(rng.integers(2, 9))
     grid = (255 * rng.random((cells, cells, 3))).astype(np.uint8)
     resample = RESAMPLING_MODES[rng.integers(len(RESAMPLING_MODES))]
@@ -139,7 +139,7 @@ def _draw_mask(rng: np.random.Generator, label: int) -> NDArray[np.bool_]:
 
 
 def _regular_polygon(num_corners: int, *radii: float) -> tuple[complex, ...]:
-    """Corners at equal angles, at the given distances from the center in turn."""
+    """Returns corners at equal angles, at the given distances from the center in turn."""
     angles = [2 * math.pi * i / num_corners for i in range(num_corners)]
     return tuple(radii[i % len(radii)] * complex(math.cos(angle), math.sin(angle)) for i, angle in enumerate(angles))
 

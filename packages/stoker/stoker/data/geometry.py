@@ -52,21 +52,22 @@ def _raw_rows(
 def random_uniform(
     seed: int, epoch: int, indices_in_epoch: Sequence[int], stream: RandomStream, count: int
 ) -> NDArray[np.float64]:
-    """`count` numbers in [0, 1) for each index: [n, count]. Philox4x64-10 with key (seed, stream), counter (·, index,
-    epoch, 0); 53 bits each, straight from the bit generator, whose output NumPy keeps the same in all versions (NEP
-    19). The first n numbers do not depend on `count`. About 3 µs for each index, and 20 µs."""
+    """Draws `count` numbers in [0, 1) for each index: [n, count]. Philox4x64-10 with key (seed, stream), counter (·,
+    index, epoch, 0); 53 bits each, straight from the bit generator, whose output NumPy keeps the same in all versions
+    (NEP 19). The first n numbers do not depend on `count`. About 3 µs for each index, and 20 µs."""
     raw = _raw_rows(seed, epoch, indices_in_epoch, stream, count)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def device_rand(seed: int, epoch: int, indices_in_epoch: Sequence[int], count: int) -> NDArray[np.float32]:
-    """`Batch.rand` of images [n, count]: numbers in [0, 1) with 24 bits, so that float32 cannot round one up to 1."""
+    """Draws `Batch.rand` of images [n, count]: numbers in [0, 1) with 24 bits, so that float32 cannot round one up to
+    1."""
     raw = _raw_rows(seed, epoch, indices_in_epoch, RandomStream.DEVICE, count)
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """A permutation of 0 … count-1, int64 [count]: argsort of random keys. 8 ms for 118,287."""
+    """Returns a permutation of 0 … count-1, int64 [count]: argsort of random keys. 8 ms for 118,287."""
     return np.argsort(_raw_rows(seed, epoch, [0], RandomStream.ORDER, count)[0], kind="stable")
 
 
@@ -119,7 +120,7 @@ def compute_resize_geometry(
 def _axis_window(
     source_length: int, scale: float, max_length: int, offset_fraction: float, step: int
 ) -> tuple[int, int, int]:
-    """First pixel and end of the window along one axis, and its resized length."""
+    """Returns first pixel and end of the window along one axis, and its resized length."""
     if round(source_length * scale) <= max_length:
         return 0, source_length, max(1, round(source_length * scale))
     # Rounded down: the window must fit at the same scale as the other axis.
@@ -129,7 +130,7 @@ def _axis_window(
 
 
 def resize_geometry_rand(seed: int, epoch: int, indices_in_epoch: Sequence[int]) -> NDArray[np.float64]:
-    """The random numbers of `sample_resize_geometry` for images [n, 1 + 3 · MAX_CROP_TRIES]."""
+    """Returns the random numbers of `sample_resize_geometry` for images [n, 1 + 3 · MAX_CROP_TRIES]."""
     return random_uniform(seed, epoch, indices_in_epoch, RandomStream.SCALE_JITTER, 1 + 3 * MAX_CROP_TRIES)
 
 
@@ -171,8 +172,8 @@ def sample_resize_geometry(
 
 
 def _covers_a_box(boxes: Sequence[Sequence[float]], geom: ResizeGeometry, min_object_covered: float) -> bool:
-    """Whether a window shows enough of the area that some box has inside the image; true without boxes. One of the
-    first boxes decides mostly, so this is faster than NumPy."""
+    """Returns whether a window shows enough of the area that some box has inside the image; true without boxes. One of
+    the first boxes decides mostly, so this is faster than NumPy."""
     height, width = geom.source_size
     left, top, right, bottom = geom.region
     has_area = False

@@ -133,12 +133,12 @@ class Index:
         return make_error(DataError, "no-such-split", self.source, choices=self.splits, cause=cause, split=split)
 
     def path(self, image_index: int) -> Path:
-        """The file of an image. For an image inside another file: that file, followed by the image's name. For an
-        image in a bucket: its placeholder in the mirror (use `read`, `remote_object` and `display_source`)."""
+        """Returns the file of an image. For an image inside another file: that file, followed by the image's name. For
+        an image in a bucket: its placeholder in the mirror (use `read`, `remote_object` and `display_source`)."""
         return Path(self.path_text(image_index))
 
     def path_text(self, image_index: int) -> str:
-        """The same as text, which is made in a tenth of the time."""
+        """Returns `path` as text, which is made in a tenth of the time."""
         folder = self._folder_texts[self._folder_index[image_index]]
         name: str = self._file_names[int(image_index)].as_py()
         return os.path.join(folder, name)
@@ -148,18 +148,18 @@ class Index:
         return tuple(os.path.join(self.root, folder) for folder in self._folders)
 
     def contains_file(self, file: Path) -> bool:
-        """Whether a file lies in the data set's folder, or in one of its image folders elsewhere."""
+        """Returns whether a file lies in the data set's folder, or in one of its image folders elsewhere."""
         resolved = file.resolve()
         folders = {(self.root / folder).resolve() for folder in self._folders}
         return resolved.is_relative_to(self.root.resolve()) or resolved.parent in folders
 
     def byte_range(self, image_index: int) -> tuple[int, int] | None:
-        """First byte and number of bytes of an image inside another file; None for an image that is a file."""
+        """Returns first byte and number of bytes of an image inside another file; None for an image that is a file."""
         start, length = self._byte_range[image_index].tolist()
         return (start, length) if length else None
 
     def image_ranges(self, image_indices: NDArray[np.int64]) -> ImageRanges:
-        """Where images inside other files are; of an image that is a file, the length is 0."""
+        """Returns where images inside other files are; of an image that is a file, the length is 0."""
         ranges = self._byte_range[image_indices]
         return ImageRanges(self._folder_index[image_indices].astype(np.int64), ranges[:, 0], ranges[:, 1])
 
@@ -173,11 +173,11 @@ class Index:
         return digest.hexdigest()
 
     def display_source(self, image_index: int) -> str:
-        """The name of an image in messages: its path or its URI."""
+        """Returns the name of an image in messages: its path or its URI."""
         return image_source.display_path(self.path(image_index))
 
     def remote_object(self, image_index: int) -> "tuple[Store, str, int, int | None] | None":
-        """Where the bytes of an image in a bucket are: store, key, first byte, number of bytes (None: the whole
+        """Returns where the bytes of an image in a bucket are: store, key, first byte, number of bytes (None: the whole
         object). None for an image on the local disk, also for one in a TFRecord shard that was copied there."""
         if not self._in_bucket:
             return None
@@ -202,7 +202,7 @@ class Index:
         """The encoded image as it is stored, from the disk or the bucket. Raises OSError, for buckets StorageError."""
         byte_range = self.byte_range(image_index)
         if self._in_bucket:
-            return image_source.read(self.path(image_index), byte_range)
+            return image_source.read_bytes(self.path(image_index), byte_range)
         path = self.path_text(image_index)  # a Path takes longer to make than the file to open
         return image_source.read_local(path if byte_range is None else os.path.dirname(path), byte_range)
 
@@ -217,7 +217,7 @@ def open_index(
     splits: SplitOptions | None = None,
     problems: ProblemCollector | None = None,
 ) -> Index:
-    """The index of a data set, from the cache where its source has not changed.
+    """Returns the index of a data set, from the cache where its source has not changed.
 
     data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the URI of
     either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker generates (`./demo` is a
@@ -268,7 +268,7 @@ def open_index(
 
 
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
-    """The index with URIs in its messages instead of paths in the mirror, and with the notes of the mirror."""
+    """Returns the index with URIs in its messages instead of paths in the mirror, and with the notes of the mirror."""
 
     def replace_paths(messages: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(image_source.paths_to_uris(message, mirror) for message in messages)
@@ -278,7 +278,7 @@ def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
 
 
 def open_index_of(data: "DataSettings") -> Index:
-    """The index of the data set that settings name; see `open_index`."""
+    """Returns the index of the data set that settings name; see `open_index`."""
     return open_index(
         data.data,
         format=data.format,
@@ -289,7 +289,7 @@ def open_index_of(data: "DataSettings") -> Index:
 
 
 def split_options(data: "DataSettings") -> SplitOptions:
-    """How the settings make splits; those that are not set have their defaults."""
+    """Returns how the settings make splits; those that are not set have their defaults."""
     return SplitOptions(
         val_fraction=DEFAULT_VAL_FRACTION if data.val_fraction is None else data.val_fraction,
         user_set=data.val_fraction is not None,
@@ -308,7 +308,7 @@ def open_layout(
     allow_outside: bool = False,
     problems: ProblemCollector | None = None,
 ) -> Index:
-    """The index of a layout that was found in `data`; the rest is as in `open_index`."""
+    """Returns the index of a layout that was found in `data`; the rest is as in `open_index`."""
     is_checked = problems is not None
     cache_key_path = layout.parts[0].annotations if len(layout.parts) == 1 else layout.root
     described = layout
@@ -321,7 +321,7 @@ def open_layout(
         cache_key_path, layout.format, options.val_fraction, classes, layout.metadata_files, variant=variant
     )
     source_stamp = index_cache.source_fingerprint(described, options.val_fraction)
-    cached = None if problems is not None else index_cache.read(cache_path, source_stamp)
+    cached = None if problems is not None else index_cache.read_index(cache_path, source_stamp)
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
         table, layout, num_bad_test_images = _read(layout, problems)
@@ -345,10 +345,10 @@ def open_layout(
         table = clean.assign_splits(table, options)
         clean.check_splits_and_classes(table, problems, allow_empty=is_checked)
         table.notes.insert(0, f"{layout.description}, from {image_source.display_path(layout.root)}")
-        index_cache.write(
+        index_cache.write_index(
             cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp, lost_boxes, num_bad_test_images
         )
-        cached = index_cache.read(cache_path, source_stamp)
+        cached = index_cache.read_index(cache_path, source_stamp)
         if cached is None:
             raise make_error(DataError, "index-not-read-back", cache_path)
     index = _make_index(*cached)
@@ -359,8 +359,8 @@ def open_layout(
 
 
 def _read(layout: DatasetLayout, problems: ProblemCollector) -> tuple[AnnotationTable, DatasetLayout, int]:
-    """The annotations, the layout that was read (without a test split that cannot be read, as training does not use
-    it), and the number of images of the test split that were left out. Raises DataError."""
+    """Returns the annotations, the layout that was read (without a test split that cannot be read, as training does not
+    use it), and the number of images of the test split that were left out. Raises DataError."""
     read = FORMATS[layout.format].read
     others = tuple(part for part in layout.parts if part.split != "test")
     without_test = replace(layout, parts=others)
@@ -424,7 +424,7 @@ def boxes_of(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np
 
 
 def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> list[int]:
-    """The image indices, of those given or of all, whose file does not exist, ascending."""
+    """Returns the image indices, of those given or of all, whose file does not exist, ascending."""
     to_check = np.arange(len(index)) if image_indices is None else np.unique(np.fromiter(image_indices, np.int64))
     to_check = to_check[index._byte_range[to_check, 1] == 0]  # images inside other files were checked when opened
     names = index._file_names.to_pylist()
@@ -434,7 +434,7 @@ def missing_images(index: Index, image_indices: Iterable[int] | None = None) -> 
 
 
 def unlisted_images(index: Index) -> list[Path]:
-    """The image files, by name, that lie in the image folders of the index without being in the index."""
+    """Returns the image files, by name, that lie in the image folders of the index without being in the index."""
     names = index._file_names.to_pylist()
     unlisted: list[Path] = []
     for folder_index, image_indices in group_by_folder(
@@ -461,7 +461,7 @@ def require_images(
     max_bad_fraction: float | None = None,
     max_bad_boxes: float | None = None,
 ) -> list[int]:
-    """The image indices whose file does not exist, if they are few; the loader will quarantine them.
+    """Returns the image indices whose file does not exist, if they are few; the loader will quarantine them.
 
     splits: the splits to check, default all; the rest is as in `refuse`.
     """
@@ -556,8 +556,8 @@ def _left_out_error(index: Index, what: str, problems: list[Problem], allow: str
 def _excess_bad_boxes(
     index: Index, problems: Iterable[Problem], splits: Sequence[str], allowed_fraction: float
 ) -> list[str]:
-    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all (also of unknown
-    images), in words."""
+    """Returns the counts of left out boxes that exceed the allowed fraction, of each split or else of all (also of
+    unknown images), in words."""
     excess = []
     num_bad, total = sum(problem.count for problem in problems), 0
     for number, split in enumerate(SPLITS):
@@ -576,7 +576,7 @@ def _excess_bad_boxes(
 
 
 def suggest_location(root: Path, image_path: Path) -> str:
-    """How to fix a missing image. Looks for it with another file extension and in folders near the root."""
+    """Returns how to fix a missing image. Looks for it with another file extension and in folders near the root."""
     return image_source.paths_to_uris(_suggest_location(root, image_path), root)
 
 

@@ -78,8 +78,8 @@ def index_path(
     *,
     variant: str = "",
 ) -> Path:
-    """The cache file of a data set, by its resolved path: a data set that was moved gets another file. One folder can
-    be several data sets, by the files that describe it and by the `variant` of reading it."""
+    """Returns the cache file of a data set, by its resolved path: a data set that was moved gets another file. One
+    folder can be several data sets, by the files that describe it and by the `variant` of reading it."""
     description_paths = [str(path) for path in descriptions]
     key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{description_paths!r}\0{variant}".encode(
         "utf-8", "surrogateescape"
@@ -113,7 +113,7 @@ def _file_stamps(path: Path) -> Iterator[str]:
         yield f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 
-def write(
+def write_index(
     path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str,
     lost_boxes: Mapping[str, int], num_bad_test_images: int,
 ) -> None:  # fmt: skip
@@ -164,7 +164,7 @@ def write(
 
 
 def box_columns(table: AnnotationTable) -> list[pa.Array]:
-    """The columns of BOX_FIELDS."""
+    """Returns the columns of BOX_FIELDS."""
     counts = np.bincount(table.image_index, minlength=len(table.file_names))
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
     boxes = _fixed_size_lists(table.boxes.astype(np.float32))
@@ -173,7 +173,7 @@ def box_columns(table: AnnotationTable) -> list[pa.Array]:
 
 
 def encode_columns(columns: Sequence[pa.Array], schema: pa.Schema) -> memoryview:
-    """An Arrow file with one record batch."""
+    """Returns an Arrow file with one record batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.record_batch(list(columns), schema=schema))
@@ -185,11 +185,11 @@ def _hash_text(text: bytes) -> bytes:
 
 
 def _fixed_size_lists(values: NDArray[np.float32] | NDArray[np.int32] | NDArray[np.int64]) -> pa.Array:
-    """[N, n] as N lists of n."""
+    """Returns [N, n] as N lists of n."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
-def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] | None:
+def read_index(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] | None:
     """Maps an index file; None when it is absent, out of date or damaged and must be built.
 
     Checks everything that keeps later code inside the arrays, so a damaged file cannot crash a run.
@@ -228,7 +228,7 @@ def read(path: Path, source_stamp: str) -> tuple[pa.RecordBatch, IndexMetadata] 
 
 
 def _is_unchanged(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32], metadata: IndexMetadata) -> bool:
-    """Whether the image folders, and a sample of the images, are unchanged since the index was built."""
+    """Returns whether the image folders, and a sample of the images, are unchanged since the index was built."""
     root = Path(metadata.root)
     if metadata.folder_mtimes_ns != _folder_mtimes_ns(root, metadata.folders):
         return False
@@ -240,7 +240,7 @@ def _is_unchanged(record_batch: pa.RecordBatch, folder_index: NDArray[np.int32],
 
 
 def _folder_mtimes_ns(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
-    """Of the image folders and those around them below the root, in which another one may appear."""
+    """Returns the times of the image folders and of those around them, in which another one may appear."""
     paths = [Path(folder) for folder in folders]
     below = [path for path in paths if not path.is_absolute() and ".." not in path.parts]
     around = sorted({parent for path in below for parent in path.parents if parent.parts} - set(paths))
@@ -248,7 +248,7 @@ def _folder_mtimes_ns(root: Path, folders: Sequence[str]) -> tuple[int, ...]:
 
 
 def _sample_indices(num_images: int) -> list[int]:
-    """Evenly spaced image indices from the first to the last."""
+    """Returns evenly spaced image indices from the first to the last."""
     if not num_images:
         return []
     return sorted({int(index) for index in np.linspace(0, num_images - 1, NUM_STAT_SAMPLES)})
@@ -259,7 +259,7 @@ def _image_files_stamp(image_paths: Iterable[Path]) -> str:
 
 
 def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
-    """Bytes and modification time in ns; -1 for a path that does not exist or cannot be read."""
+    """Returns bytes and modification time in ns; -1 for a path that does not exist or cannot be read."""
     try:
         stat = path.stat()
     except OSError:
@@ -268,7 +268,7 @@ def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
 
 
 def in_range(values: NDArray[np.generic], count: int) -> bool:
-    """Whether all are indices of so many items."""
+    """Returns whether all are indices of so many items."""
     return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
 
 

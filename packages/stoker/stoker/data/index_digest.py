@@ -33,7 +33,7 @@ class _DigestedImages(msgspec.Struct):
 
 
 def digest_images(index: Index, splits: Sequence[str]) -> str:
-    """The images of the splits in their order, with hashes, as ASCII text: about 15 bytes per image."""
+    """Returns the images of the splits in their order, with hashes, as ASCII text: about 15 bytes per image."""
     names: list[str] = []
     rows: list[int] = []
     seen: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def _decode(text: str) -> _DigestedImages:
 
 
 def _hash_contents(index: Index) -> NDArray[np.int64]:
-    """[R], a hash of each image's size in pixels and of its boxes, labels and crowd flags, in any order."""
+    """Returns [R], a hash of each image's size in pixels and of its boxes, labels and crowd flags, in any order."""
     columns = [*index.boxes.view(np.uint32).T, index.labels, index.crowd]
     box_hash = _mix(columns, len(index.boxes))
     totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(box_hash, dtype=np.uint64)])
@@ -96,7 +96,7 @@ def _hash_contents(index: Index) -> NDArray[np.int64]:
 
 
 def _mix(columns: Iterable[NDArray[np.generic]], count: int) -> NDArray[np.uint64]:
-    """[count], a hash over columns [count]: the finalizer of SplitMix64 (Steele et al. 2014) after each."""
+    """Returns [count], a hash over columns [count]: the finalizer of SplitMix64 (Steele et al. 2014) after each."""
     mixed = np.zeros(count, np.uint64)
     for column in columns:
         mixed = (mixed ^ column.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)

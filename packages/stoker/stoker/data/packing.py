@@ -134,7 +134,7 @@ class _Folder:
         self.path, self.text = path, str(path)
 
     def sizes(self) -> dict[str, int]:
-        """Name → bytes of every file."""
+        """Returns the bytes of every file, by its name."""
         if not self.path.exists():
             return {}
         if not self.path.is_dir():
@@ -156,7 +156,7 @@ class _Folder:
             write_atomic(file, data)
 
     def delete(self, name: str) -> None:
-        """No error if there is no such file."""
+        """Deletes a file, if there is one."""
         file = self.path / name
         file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other files are in its folder
@@ -217,7 +217,7 @@ Destination: TypeAlias = _Folder | _Prefix
 
 
 def open_destination(text: str) -> Destination:
-    """Raises UsageError for what cannot be written."""
+    """Returns what `pack` writes into. Raises UsageError for what cannot be written."""
     location = expand_variables(text)
     if not is_uri(location):
         return _Folder(Path(location).resolve())
@@ -293,7 +293,7 @@ def in_threads(workers: int) -> RunShards:
 
 
 def make_plan(index: Index, options: PackOptions) -> PackPlan:
-    """Which image is in which shard. Depends on the source and the options only."""
+    """Returns which image is in which shard. Depends on the source and the options only."""
     source_bytes = _source_bytes(index)
     ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options.image_size)
     shards = []
@@ -324,7 +324,7 @@ def write_shard(index: Index, plan: PackPlan, shard: PlannedShard, destination: 
 
 
 def make_shard(index: Index, plan: PackPlan, shard: PlannedShard) -> tuple[bytes, ShardRecord]:
-    """The content of a shard, the same bytes each time, and its record."""
+    """Returns the content of a shard, the same bytes each time, and its record."""
     content = bytearray()
     images: list[PackedRow] = []
     skipped: list[tuple[int, str]] = []
@@ -371,7 +371,7 @@ def _append_file(content: bytearray, name: str, data: bytes) -> None:
 
 
 def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -> bytes:
-    """The JSON of a sample: COCO's annotations with the names of their classes."""
+    """Returns the JSON of a sample: COCO's annotations with the names of their classes."""
     own, _, boxes, area = _stored_boxes(index, [packed])
     rows = list(coco_annotations(boxes, index.labels[own], index.crowd[own], area, category_ids))
     for row, label in zip(rows, index.labels[own].tolist(), strict=True):
@@ -389,14 +389,14 @@ def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -
 
 
 def _utf8(name: str) -> str:
-    """A file name may have bytes that are not Unicode, which JSON and Arrow cannot hold."""
+    """Returns a file name may have bytes that are not Unicode, which JSON and Arrow cannot hold."""
     return name.encode("utf-8", "replace").decode()
 
 
 def _stored_boxes(
     index: Index, images: Sequence[PackedRow]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float64]]:
-    """`boxes_of` for stored images, and the boxes [k, 4] and areas [k] in their pixels."""
+    """Returns `boxes_of` for stored images, and the boxes [k, 4] and areas [k] in their pixels."""
     own, place = boxes_of(index, np.array([packed.row for packed in images]))
     scale = np.array([packed.size for packed in images]) / np.array([packed.source_size for packed in images])
     y, x = scale[place].T
@@ -445,8 +445,8 @@ def _write_index(index: Index, destination: Destination, plan: PackPlan, records
 def _complete(
     index: Index, destination: Destination, plan: PackPlan, sizes: dict[str, int], run_shards: RunShards
 ) -> PackResult:
-    """The result for a destination that is packed, with the shards that it had lost. Raises UsageError if that is
-    another data set, DataError if a shard that is made again has other bytes."""
+    """Returns the result for a destination that is packed, with the shards that it had lost. Raises UsageError if that
+    is another data set, DataError if a shard that is made again has other bytes."""
     info, _ = parse_index(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
     if info.plan != plan.id:
         raise _other_plan(destination, "another packed data set", "name another folder, or delete this one first")
@@ -502,7 +502,7 @@ def _refuse_source(index: Index, destination: Destination) -> None:
 
 
 def _finished_records(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> dict[str, ShardRecord]:
-    """The records of the shards that an earlier start has finished."""
+    """Returns the records of the shards that an earlier start has finished."""
 
     def read_record(shard: PlannedShard) -> ShardRecord | None:
         try:
@@ -532,7 +532,7 @@ def _record_name(shard_name: str) -> str:
 
 
 def _source_bytes(index: Index) -> NDArray[np.int64]:
-    """[R], the size of each encoded image; 0 for one that does not exist."""
+    """Returns [R], the size of each encoded image; 0 for one that does not exist."""
     remote = index.remote_object(0) if len(index) else None
     if remote is not None and remote[0].uri.scheme in ("https", "http"):
         return np.full(len(index), UNKNOWN_BYTES, np.int64)
@@ -557,8 +557,8 @@ def _encoded_fraction(index: Index, max_size: tuple[int, int]) -> float:
 def shrink(
     data: bytes, path: Path, header: Header, *, max_size: tuple[int, int], quality: int
 ) -> tuple[bytes, tuple[int, int]] | None:
-    """The image reduced to fit into `max_size`, as a JPEG without EXIF, its pixels upright, and its height and width;
-    None if it does.
+    """Returns the image reduced to fit into `max_size`, as a JPEG without EXIF, its pixels upright, and its height and
+    width; None if it does.
 
     header: `Header.as_annotated`. max_size: height and width. Raises DataError for an image that cannot be decoded.
     """

@@ -148,8 +148,8 @@ def uris_in_errors(root: Path) -> Iterator[None]:
 
 
 def sync_mirror(uri: StorageUri) -> tuple[Path, tuple[str, ...]]:
-    """The folder that mirrors a prefix of a bucket, up to date, absolute and without links; and differences from the
-    bucket, in words. One process at a time updates it, others wait.
+    """Returns the folder that mirrors a prefix of a bucket, up to date, absolute and without links; and differences
+    from the bucket, in words. One process at a time updates it, others wait.
 
     Raises DataError where nothing has that prefix, StorageError where the store cannot be read or the disk is full.
     """
@@ -174,7 +174,7 @@ def sync_mirror(uri: StorageUri) -> tuple[Path, tuple[str, ...]]:
 
 
 def _with_progress(items: Iterable[_T], describe: Callable[[int], str]) -> Iterator[_T]:
-    """The items; prints what `describe` says of their number so far every PROGRESS_INTERVAL_S."""
+    """Yields the items; prints what `describe` says of their number so far every PROGRESS_INTERVAL_S."""
     last_message_s = time.monotonic()
     for count, item in enumerate(items, start=1):
         yield item
@@ -205,7 +205,7 @@ def locked_mirror(uri: StorageUri, root_uri: StorageUri) -> Iterator[Path]:
 
 
 def mirror_dir_for(uri: StorageUri) -> Path:
-    """The folder of a mirror, its lock and its `address` file."""
+    """Returns the folder of a mirror, its lock and its `address` file."""
     digest = blake2b(str(uri).encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
     folder = f"{safe_name(f'{uri.bucket}-{uri.name}')[-60:]}-{digest}"
     return Path(os.path.realpath(cache_folder())) / MIRRORS_DIR / folder
@@ -220,7 +220,7 @@ def _file_version(file: Path) -> tuple[int, int] | None:
 
 
 def _no_dataset_error(store: Store, uri: StorageUri) -> DataError:
-    """The error for a prefix without objects; names what exists next to it."""
+    """Returns the error for a prefix without objects; names what exists next to it."""
     if not uri.key:
         return DataError("The bucket is empty.", location=uri, fix="name another, or copy the data set into it")
     if store.stat(uri.key) is not None:
@@ -237,7 +237,7 @@ def _no_dataset_error(store: Store, uri: StorageUri) -> DataError:
 
 
 def _plan_mirror(listing: Iterable[ObjectInfo], uri: StorageUri) -> tuple[dict[str, ObjectInfo], list[str]]:
-    """The files of the mirror, by name relative to the prefix; notes on objects that cannot be files."""
+    """Returns the files of the mirror, by name relative to the prefix; notes on objects that cannot be files."""
     files: dict[str, ObjectInfo] = {}
     keys_by_reason: dict[str, list[str]] = {}
     prefix = f"{uri.key}/" if uri.key else ""
@@ -257,7 +257,7 @@ def _plan_mirror(listing: Iterable[ObjectInfo], uri: StorageUri) -> tuple[dict[s
 
 
 def invalid_name_reason(name: str) -> str | None:
-    """Why a key cannot be the name of a file."""
+    """Returns why a key cannot be the name of a file."""
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
         return "a part of its name is empty, . or .."
@@ -310,7 +310,7 @@ def update_mirror(store: Store, folder: Path, files: dict[str, ObjectInfo], uri:
 
 
 def _walk_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name, (size in bytes, mtime in ns)) of every file."""
+    """Yields (name, (size in bytes, mtime in ns)) of every file."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
@@ -371,8 +371,8 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
 
 
 def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
-    """(annotation file, mirror) on the local disk, up to date, for an annotation file on a web server. Raises DataError
-    for a URI that is not such a file, or whose images are not found; StorageError."""
+    """Returns (annotation file, mirror) on the local disk, up to date, for an annotation file on a web server. Raises
+    DataError for a URI that is not such a file, or whose images are not found; StorageError."""
     if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
         choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
         raise make_error(DataError, "web-folder", uri, choices=choices, example=example)
@@ -406,7 +406,7 @@ def _listed_images(file: Path) -> list[str]:
 
 
 def _find_image_folder(store: Store, base: StorageUri, uri: StorageUri, names: list[str]) -> str:
-    """The folder of the images below `base`. Raises DataError where none of the first few images is found."""
+    """Returns the folder of the images below `base`. Raises DataError where none of the first few images is found."""
     if not names:
         raise DataError("The file names no images.", location=uri, fix="name a file that lists images")
     stem = uri.name.rpartition(".")[0]

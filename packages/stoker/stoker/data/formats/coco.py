@@ -113,8 +113,8 @@ MAX_FILES = 256
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises DataError if a
-    split has two files."""
+    """Returns the COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises
+    DataError if a split has two files."""
     if path.is_file():
         if _has_another_format(path, folders.read_head(path)):
             return None
@@ -152,13 +152,13 @@ def _looks_like_coco(path: Path) -> bool:
 
 
 def _has_another_format(path: Path, head: bytes) -> bool:
-    """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
+    """Returns whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
     is_other = head.startswith(b"[") or is_labelme(head) or is_via(head)
     return is_other or folders.recognize_file(path, head) is not None
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
-    """A file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
+    """Returns a file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
     dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
     candidates = [base / dir_name for base in (root, root / "images") for dir_name in dir_names]
     image_dirs = folders.unique([*candidates, *folders.list_image_dirs(root), *folders.list_image_dirs(path.parent)])
@@ -195,7 +195,7 @@ class _ImageNames(msgspec.Struct):
 
 
 def _have_different_images(files: Iterable[Path]) -> bool:
-    """Whether no image is in two of the files. False if one of them cannot be read."""
+    """Returns whether no image is in two of the files. False if one of them cannot be read."""
     seen: set[str] = set()
     for path in files:
         try:
@@ -225,8 +225,8 @@ def _find_base(existing: list[Path], others: list[Path], names: list[str], base_
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folder_table: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
-    """Folder index [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R] are
-    relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
+    """Returns folder index [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
+    are relative, by searching for a few of the images: in the usual folders, then in those below the root. If there is
     none, the most likely folder is used, and the check for missing images reports it. Folders inside a name are kept,
     unless the images exist only without them (exports that contain another machine's paths); of a few absolute paths
     among others, the last part is taken where it is the name of one image."""
@@ -275,7 +275,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
-    """Decodes an annotation file; and notes. location: its name in messages. Raises DataError."""
+    """Decodes an annotation file, and returns notes. location: its name in messages. Raises DataError."""
     if path.stat().st_size == 0:
         raise DataError("The annotation file is empty.", location=path, fix="export or copy it again")
     with (
@@ -303,7 +303,7 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
 
 
 def _decode_raw(data: bytes) -> tuple[_RawFile[Any], Convert]:
-    """The undecoded entries of a file of which one is invalid, and what decodes them."""
+    """Returns the undecoded entries of a file of which one is invalid, and what decodes them."""
     try:
         return msgspec.json.decode(data, type=_RawFile[msgspec.Raw]), msgspec.json.decode
     except msgspec.ValidationError:
@@ -390,9 +390,9 @@ class _Part(NamedTuple):
 
 
 def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.int32], list[str]]:
-    """The classes of a data set, those of the first file; the label of each box [K]; and notes. Ids may be sparse,
-    files may number the same names differently, and Roboflow has a super-category as category 0. Raises DataError for
-    annotations of a class that the first file does not define."""
+    """Returns the classes of a data set, those of the first file; the label of each box [K]; and notes. Ids may be
+    sparse, files may number the same names differently, and Roboflow has a super-category as category 0. Raises
+    DataError for annotations of a class that the first file does not define."""
     first_file = parts[0].source.annotations
     first = sorted(parts[0].categories, key=lambda category: category.id)
     id_maps = [_map_to_first(part, first_file, first) for part in parts]
@@ -416,7 +416,7 @@ def _merge_categories(parts: list[_Part]) -> tuple[list[Category], NDArray[np.in
 
 
 def _map_to_first(part: _Part, first_file: Path, first: list[Category]) -> dict[int, int]:
-    """For each category of a file, the id that the first file has for it."""
+    """Returns for each category of a file the id that the first file has for it."""
     name_by_id = {category.id: category.name for category in first}
     ids_by_name: dict[str, list[int]] = {}
     for category in first:
@@ -471,7 +471,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _Part | None:
-    """None for an allowed file without images. location: the file's name in messages."""
+    """Returns None for an allowed file without images. location: the file's name in messages."""
     path = source.annotations
     entries, notes = read_entries(path, location, problems)
     if not entries.images and allow_empty:
@@ -525,7 +525,7 @@ def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *,
 
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
-    """The images whose `file_name` is a possible file name."""
+    """Returns the images whose `file_name` is a possible file name."""
     unusable = {id(image): image for image in images if not is_usable_name(image.file_name)}
     for image in unusable.values():
         quoted = f"{image.file_name[:60]!r}"
@@ -536,8 +536,8 @@ def _drop_unusable_names(images: list[ImageEntry], location: str, problems: Prob
 def _drop_ambiguous(
     path: Path, images: list[ImageEntry], location: str, problems: ProblemCollector
 ) -> list[ImageEntry]:
-    """The images with a unique id and a unique file name. The boxes of the others cannot be told apart: data sets were
-    merged without new ids, or without their folders."""
+    """Returns the images with a unique id and a unique file name. The boxes of the others cannot be told apart: data
+    sets were merged without new ids, or without their folders."""
     num_images = len(images)
     if len({p.id for p in images}) == num_images == len({p.file_name for p in images}):
         return images
@@ -565,7 +565,7 @@ def _drop_ambiguous(
 
 
 def _sizes(images: list[ImageEntry], location: str, problems: ProblemCollector) -> NDArray[np.int32]:
-    """[R, 2], height and width; 0, to be read from the image, if the file has no valid size."""
+    """Returns [R, 2], height and width; 0, to be read from the image, if the file has no valid size."""
     annotated_size = np.array([(image.height or 0, image.width or 0) for image in images], np.float64).reshape(-1, 2)
     is_valid = (annotated_size >= 0) & (annotated_size < 2**31)
     for image_index in np.flatnonzero(~is_valid.all(1)).tolist():
@@ -579,7 +579,7 @@ def _sizes(images: list[ImageEntry], location: str, problems: ProblemCollector) 
 def _drop_without_box(
     location: str, annotations: list[Annotation], problems: ProblemCollector
 ) -> tuple[list[Annotation], list[int]]:
-    """The annotations that have a box, and the image ids of the others."""
+    """Returns the annotations that have a box, and the image ids of the others."""
     if {0 if a.bbox is None else len(a.bbox) for a in annotations} <= {4}:
         return annotations, []
     kept, image_ids = [], []
@@ -597,7 +597,7 @@ def _drop_without_box(
 
 
 def _find_images(ids: NDArray[np.int64], image_id: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[K], the image index of each of the `ids`, and whether there is such an image."""
+    """Returns [K], the image index of each of the `ids`, and whether there is such an image."""
     order = np.argsort(image_id)
     image_index = order[np.minimum(np.searchsorted(image_id[order], ids), len(order) - 1)]
     return image_index, image_id[image_index] == ids
@@ -606,7 +606,7 @@ def _find_images(ids: NDArray[np.int64], image_id: NDArray[np.int64]) -> tuple[N
 def _unique_categories(
     path: Path, categories: list[Category], location: str, problems: ProblemCollector
 ) -> list[Category]:
-    """The categories of a file without copies. Raises DataError if two different ones have the same id."""
+    """Returns the categories of a file without copies. Raises DataError if two different ones have the same id."""
     first: dict[int, Category] = {}
     for category in categories:
         earlier = first.setdefault(category.id, category)
@@ -650,7 +650,7 @@ class CocoWriter(DatasetWriter):
 
 
 def coco_category_ids(class_names: Sequence[str], category_ids: Sequence[int]) -> tuple[int, ...]:
-    """The source's ids if all are 1 or more, else 1 … C."""
+    """Returns the source's ids if all are 1 or more, else 1 … C."""
     keep_ids = len(set(category_ids)) == len(class_names) and min(category_ids, default=0) >= 1
     return tuple(category_ids) if keep_ids else tuple(range(1, len(class_names) + 1))
 
@@ -662,7 +662,7 @@ def coco_annotations(
     area: NDArray[np.float64],
     category_ids: Sequence[int],
 ) -> Iterator[dict[str, object]]:
-    """Boxes [k, 4] of an image as COCO writes them, without ids."""
+    """Yields boxes [k, 4] of an image as COCO writes them, without ids."""
     for (x1, y1, x2, y2), label, is_crowd, box_area in zip(
         boxes, labels.tolist(), crowd.tolist(), area.tolist(), strict=True
     ):

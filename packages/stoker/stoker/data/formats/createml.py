@@ -22,7 +22,7 @@ _HEAD = re.compile(
 
 
 def is_createml(head: bytes) -> bool:
-    """Whether a file begins like CreateML's; its first images may have no annotations."""
+    """Returns whether a file begins like CreateML's; its first images may have no annotations."""
     return _HEAD.match(head) is not None
 
 

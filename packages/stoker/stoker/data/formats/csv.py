@@ -33,8 +33,8 @@ TABLE_DIRS = ("annotations", "labels", "data", "csv")
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The data set of a table, or of the tables in a folder; None for a folder without. Raises DataError if a file is
-    not a table of boxes, or if a split has several."""
+    """Returns the data set of a table, or of the tables in a folder; None for a folder without. Raises DataError if a
+    file is not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
             first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
@@ -96,7 +96,7 @@ def _read_first_names(table: Path) -> list[str]:
 
 
 def _has_images(folder: Path, names: list[str]) -> bool:
-    """Whether a folder has one of the named images, with or without the folders in the name or its suffix."""
+    """Returns whether a folder has one of the named images, with or without the folders in the name or its suffix."""
     if not folder.is_dir():
         return False
     base_names = [name.rpartition("/")[2] for name in names]
@@ -152,7 +152,7 @@ class CsvLayout:
 
 
 def detect_csv_layout(path: Path) -> CsvLayout | None:
-    """The layout of a table of boxes, from its first rows; None for any other file."""
+    """Returns the layout of a table of boxes, from its first rows; None for any other file."""
     try:
         text = read_text(path, folders.HEAD_BYTES)
     except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
@@ -169,8 +169,8 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row except the header and empty ones. max_bytes: read only the rows in the first so many
-    bytes. Raises DataError if the file is not text."""
+    """Yields (line, values) of every row except the header and empty ones. max_bytes: read only the rows in the first
+    so many bytes. Raises DataError if the file is not text."""
     lines = io.StringIO(read_text(path, max_bytes), newline="")
     stripped = ((line, list(map(str.strip, row))) for line, row in iter_csv(lines, path, delimiter=layout.delimiter))
     yield from islice((row for row in stripped if any(row[1])), 1 if layout.header else 0, None)
@@ -191,7 +191,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
 
 
 def _normalize_column(name: str) -> str:
-    """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
+    """Returns a column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     normalized = re.sub(r"[^a-z0-9]", "", name.lower())
     prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
@@ -373,7 +373,7 @@ def _cell(values: list[str], column: int | None) -> str:
 
 
 def _parse_xyxy(texts: list[str], layout: CsvLayout) -> XYXY | None:
-    """x1, y1, x2, y2; None if the texts are not four numbers."""
+    """Returns None if the texts are not four numbers."""
     if len(texts) == 1:
         text = texts[0].strip("[](){} ")
         texts = text.split(";") if ";" in text else text.split()

@@ -31,7 +31,7 @@ SHAPES = ("box", "polygon", "mask", "ellipse")
 
 
 def is_cvat(head: bytes) -> bool:
-    """Whether a file begins like CVAT's: its root is <annotations>, that of Pascal VOC is <annotation>."""
+    """Returns whether a file begins like CVAT's: its root is <annotations>, that of Pascal VOC is <annotation>."""
     return re.search(rb"<annotations[\s>]", head[:4096]) is not None
 
 
@@ -134,7 +134,7 @@ class _CvatReader:
         return label, xyxy
 
     def _add_frames(self, frames: dict[int, list[tuple[str, XYXY]]], size: tuple[int, int]) -> None:
-        """The images of a video's frames. Raises DataError if none is there."""
+        """Adds the images of a video's frames. Raises DataError if none is there."""
         num_found = 0
         for frame, boxes in sorted(frames.items()):
             folder, name = self.locator.locate(f"frame_{frame:06d}")  # its suffix is that of the file
@@ -150,7 +150,7 @@ class _CvatReader:
 
 
 def _bound(shape: Element) -> tuple[XYXY, bool]:
-    """The box around a shape, in pixels, and whether the shape is rotated. Raises ValueError."""
+    """Returns the box around a shape, in pixels, and whether the shape is rotated. Raises ValueError."""
 
     def numbers(*names: str) -> list[float]:
         absent = [name for name in names if name not in shape.attrib]

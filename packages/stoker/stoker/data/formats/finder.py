@@ -111,8 +111,8 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
 
 
 def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
-    """The layout of a data set whose splits have annotation files of their own; their images are near them or in
-    `data`. files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not
+    """Returns the layout of a data set whose splits have annotation files of their own; their images are near them or
+    in `data`. files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not
     exist or the formats differ."""
     layouts = [_layout_of_split(data, split, name) for split, name in files]
     first = layouts[0]
@@ -137,7 +137,7 @@ def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayo
 
 
 def root_of_files(files: Iterable[str]) -> Path:
-    """The folder that contains some annotation files and, by the rules of their formats, their images."""
+    """Returns the folder that contains some annotation files and, by the rules of their formats, their images."""
     roots = [_layout_of_split(Path(), "train", name).root for name in files]
     return Path(os.path.commonpath(roots))
 
@@ -153,12 +153,12 @@ def _layout_of_split(data: Path, split: str, name: str) -> DatasetLayout:
 
 
 def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
-    """The suffixes, in lower case, of files that are a data set by themselves."""
+    """Returns the suffixes, in lower case, of files that are a data set by themselves."""
     return tuple(suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes)
 
 
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
-    """One data set of split folders that are data sets of the same format; None if they are not."""
+    """Makes one data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
     splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
     own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
@@ -197,7 +197,7 @@ def _detect_file(data: Path, format: str | None) -> DatasetLayout:
 
 
 def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
-    """The data set of a folder, with notes on other formats in it."""
+    """Returns the data set of a folder, with notes on other formats in it."""
     layouts: list[DatasetLayout] = []
     notes = []
     for name, spec in FORMATS.items():
@@ -265,8 +265,8 @@ MAX_LISTED_DIRS = 5
 
 
 def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
-    """Notes on what is not used; another format with more boxes is a problem, too. table: before images were dropped.
-    problems: those found so far."""
+    """Returns notes on what is not used; another format with more boxes is a problem, too. table: before images were
+    dropped. problems: those found so far."""
     notes = [_describe_other(layout, table, other, problems) for other in layout.others]
     num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
     names_by_dir: dict[str, set[str]] = {}
@@ -321,7 +321,7 @@ def _describe_other(
 
 
 def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
-    """(folder, names of its files) of the root and the visible folders below it."""
+    """Returns (folder, names of its files) of the root and the visible folders below it."""
     found = []
     for dirpath, dirnames, files in os.walk(root):
         depth = len(Path(dirpath).relative_to(root).parts)

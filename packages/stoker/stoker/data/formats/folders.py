@@ -49,41 +49,40 @@ MAX_PROBES = 16
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file name has the suffix of an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def base_name(path: str) -> str:
-    """The file name at the end of a path with "/" or "\\", without NUL characters; empty if there is none."""
+    """Returns the file name at the end of a path with "/" or "\\", without NUL characters; empty if there is none."""
     name = path.replace("\\", "/").rpartition("/")[2].replace("\0", "")
     return "" if name in (".", "..") else name
 
 
 def split_from_name(name: str) -> str | None:
-    """The split in a file name: "instances_train2017" is "train", "my-validation" and "eval.record" are "val"; None if
-    there is not exactly one. A folder `eval` is no split: TensorFlow writes its logs there."""
+    """Returns the split in a file name: "instances_train2017" is "train", "my-validation" and "eval.record" are "val";
+    None if there is not exactly one. A folder `eval` is no split: TensorFlow writes its logs there."""
     words = {**SPLIT_BY_NAME, "eval": "val"}
     splits = {words[token] for token in re.split(r"[^a-z]+", name.lower()) if token in words}
     return splits.pop() if len(splits) == 1 else None
 
 
 def file_part(file: Path, split: str | None = None, image_dirs: Iterable[Path] = ()) -> SplitFiles:
-    """The part of an annotation file or a shard; the split is in its name unless given."""
+    """Returns the part of an annotation file or a shard; the split is in its name unless given."""
     return SplitFiles(split=split or split_from_name(file.name), annotations=file, image_dirs=unique(image_dirs))
 
 
 def unique(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """Paths in order of appearance."""
+    """Returns paths in order of appearance."""
     return tuple(dict.fromkeys(paths))
 
 
 def sort_parts(parts: Iterable[SplitFiles]) -> tuple[SplitFiles, ...]:
-    """Parts in the order of SPLITS, those without a split last."""
+    """Returns parts in the order of SPLITS, those without a split last."""
     return tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else len(SPLITS)))
 
 
 def root_of(file: Path, annotation_dirs: tuple[str, ...] = ANNOTATION_DIRS) -> Path:
-    """The folder of the data set to which an annotation file belongs."""
+    """Returns the folder of the data set to which an annotation file belongs."""
     return file.parent.parent if file.parent.name.lower() in annotation_dirs else file.parent
 
 
@@ -97,26 +96,26 @@ def read_head(path: Path) -> bytes:
 
 
 def list_subdirs(folder: Path) -> dict[str, Path]:
-    """The subfolders of a folder by lower-case name, sorted, without hidden ones."""
+    """Returns the subfolders of a folder by lower-case name, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     return {name.lower(): folder / name for name in names}
 
 
 def named_subdirs(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The subfolders with one of the names, in any case, in the order of the names."""
+    """Returns the subfolders with one of the names, in any case, in the order of the names."""
     subdirs = list_subdirs(folder)
     return [subdirs[name.lower()] for name in names if name.lower() in subdirs]
 
 
 def list_image_dirs(folder: Path) -> tuple[Path, ...]:
-    """The image folders in a folder, in any case, and the folder itself as the last."""
+    """Returns the image folders in a folder, in any case, and the folder itself as the last."""
     return (*named_subdirs(folder, IMAGE_DIRS), folder)
 
 
 def list_names(folder: Path, suffixes: str | tuple[str, ...], *, files_only: bool = False) -> list[str]:
-    """The names in a folder with a suffix (lower case), sorted, without hidden ones; none if it is absent. Also those
-    that are no files, such as links to files that are gone: leaving them out would lose images or their boxes."""
+    """Returns the names in a folder with a suffix (lower case), sorted, without hidden ones; none if it is absent. Also
+    those that are no files, such as links to files that are gone: leaving them out would lose images or their boxes."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -130,12 +129,11 @@ def list_names(folder: Path, suffixes: str | tuple[str, ...], *, files_only: boo
 
 
 def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
-    """The files as paths."""
     return [folder / name for name in list_names(folder, suffixes, files_only=True)]
 
 
 def iter_annotation_files(folder: Path, suffixes: str | tuple[str, ...]) -> Iterator[str]:
-    """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones; also those in
+    """Yields the paths of the files with one of the suffixes (lower case), sorted, without hidden ones; also those in
     subfolders if the folder has the name of an annotation folder."""
     recursive = folder.name.lower() in ANNOTATION_DIRS
     for dirpath, folders, files in os.walk(folder):
@@ -156,8 +154,8 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path], Iterable[Path]]) -> list[SplitFiles]:
-    """The annotation files in a folder or in one of the named folders in it, else those of its split folders. list_own:
-    those directly in a folder."""
+    """Returns the annotation files in a folder or in one of the named folders in it, else those of its split folders.
+    list_own: those directly in a folder."""
     for path in (folder, *named_subdirs(folder, dir_names)):
         if files := list(list_own(path)):
             return [file_part(file) for file in files]
@@ -170,7 +168,7 @@ def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path]
 
 
 def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
-    """The folders named after a split in a folder and in its image folders."""
+    """Yields the folders named after a split in a folder and in its image folders."""
     for image_dir in list_image_dirs(folder):
         yield from (path for name, path in list_subdirs(image_dir).items() if split_from_name(name) == split)
 
@@ -190,8 +188,8 @@ _PAIRED_DIR = re.compile(
 
 
 def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
-    """(split, images, annotations) of subfolders such as Validation_Images and Validation_Annotations, train_images and
-    train_labels, in the order of SPLITS."""
+    """Returns (split, images, annotations) of subfolders such as Validation_Images and Validation_Annotations,
+    train_images and train_labels, in the order of SPLITS."""
     found: dict[tuple[str, str], Path] = {}
     for name, path in list_subdirs(folder).items():
         if (match := _PAIRED_DIR.fullmatch(name)) is not None:
@@ -203,7 +201,7 @@ def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
 
 
 def list_dirs_below(root: Path) -> list[Path]:
-    """The folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
+    """Returns the folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
     levels = (folder for path in list_subdirs(root).values() for folder in (path, *list_subdirs(path).values()))
     return list(islice(levels, MAX_SEARCHED_DIRS))
 
@@ -224,8 +222,8 @@ def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[P
 
 
 def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[str]:
-    """Notes on split folders that have no annotations. Raises DataError if the training or validation split has none;
-    test images are often published without."""
+    """Returns notes on split folders without annotations. Raises DataError if the training or validation split has
+    none; test images are often published without."""
     notes, parts = [], tuple(parts)
     for split, path in iter_split_dirs(folder):
         if split not in [part.split for part in parts]:
@@ -236,8 +234,8 @@ def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[
 
 
 def files_by_split(files: Iterable[Path]) -> list[tuple[str | None, list[Path]]]:
-    """The annotation files of each split, by their names, in the order of SPLITS. Files whose name has no split are
-    used only if no other file is there."""
+    """Returns the annotation files of each split, by their names, in the order of SPLITS. Files whose name has no split
+    are used only if no other file is there."""
     by_split: dict[str | None, list[Path]] = {}
     for path in files:
         by_split.setdefault(split_from_name(path.stem), []).append(path)
@@ -253,8 +251,8 @@ def several_files_error(folder: Path, files: list[Path], split: str | None, *, f
 
 
 def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
-    """(split, folder) of each folder with annotation files of a format that does not prescribe names: one for all, or
-    one per split, among the images or in a folder of their own. is_annotated: whether a folder has any."""
+    """Returns (split, folder) of each folder with annotation files of a format that does not prescribe names: one for
+    all, or one per split, among the images or in a folder of their own. is_annotated: whether a folder has any."""
     image_dirs = list_image_dirs(folder)
     for directory in (folder, *named_subdirs(folder, ANNOTATION_DIRS), *image_dirs[:-1]):
         if is_annotated(directory):
@@ -273,8 +271,8 @@ def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) ->
 def layout_of_files(
     format: str, title: str, root: Path, files: Sequence[tuple[str | None, Path]]
 ) -> DatasetLayout | None:
-    """The data set of some files, or folders, of annotations (split, path) whose images may be in any folder; None
-    without files."""
+    """Returns the data set of some files, or folders, of annotations (split, path) whose images may be in any folder;
+    None without files."""
     if not files:
         return None
     parts = []
@@ -295,14 +293,14 @@ def recognize_files(
     *,
     file_per_image: bool = False,
 ) -> DatasetLayout | None:
-    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None.
-    has_format: tells it from the first bytes of a file. file_per_image: a part is then a folder of them."""
+    """Returns the data set of a file with a format that prescribes no names, or of all such files in a folder; else
+    None. has_format: tells it from the first bytes of a file. file_per_image: a part is then a folder of them."""
     if path.is_file():
         files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
         return layout_of_files(format, title, root_of(path), files)
 
     def list_own(folder: Path) -> list[Path]:
-        """None if the first few files of the folder are of another format."""
+        """Returns nothing if the first few files of the folder are of another format."""
         files = [Path(file) for file in iter_annotation_files(folder, suffix)]
         usual = [file for file in files[MAX_PROBES:] if file.stem == "annotations"]
         if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], *usual]):
@@ -339,7 +337,6 @@ def format_texts() -> FormatTexts:
 
 
 def recognize_file(file: Path, head: bytes) -> UnreadFormat | None:
-    """The format of a file, from its name and its first bytes."""
     name = f"{file.parent.name}/{file.name}".lower()
     candidates = (row for row in format_texts().format if fnmatch(name, row.pattern))
     return next((row for row in candidates if re.search((row.first_bytes or "").encode(), head, re.DOTALL)), None)
@@ -356,7 +353,7 @@ def refuse_unread(data: Path) -> None:
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:
-    """The first few files of each suffix, of the folder and those below it."""
+    """Yields the first MAX_PROBES files of each suffix, of the folder and those below it."""
     for path, folders, names in islice(os.walk(folder), MAX_SEARCHED_DIRS):
         folders.sort()
         seen = Counter[str]()

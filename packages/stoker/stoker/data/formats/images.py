@@ -60,7 +60,7 @@ def map_in_threads(
     workers: int = IO_WORKERS,
     chunk_size: int = CHUNK_SIZE,
 ) -> list[Result]:
-    """The results of a function that waits for files, in the order of the items."""
+    """Returns the results of a function that waits for files, in the order of the items."""
 
     def run_chunk(start: int) -> list[Result]:
         return [function(item) for item in items[start : start + chunk_size]]
@@ -114,8 +114,8 @@ def find_missing(
     file_names: Sequence[str],
     indices: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """[R], which of the images `indices` have no file, after `repair_names`. Lists each folder once instead of a stat
-    per file: COCO's 118,287 images take a fraction of a second, also on a network file system."""
+    """Returns [R], which of the images `indices` have no file, after `repair_names`. Lists each folder once instead of
+    a stat per file: COCO's 118,287 images take a fraction of a second, also on a network file system."""
     is_missing = np.zeros(len(file_names), np.bool_)
     for number, in_folder in group_by_folder(folder_index, indices):
         folder = root / folders[number]
@@ -128,7 +128,6 @@ def find_missing(
 
 
 def list_files(folder: Path) -> set[str]:
-    """The names of the files in a folder; empty if there is none."""
     if not folder.is_dir():
         return set()
     with os.scandir(folder) as entries:
@@ -221,14 +220,13 @@ class ImageLocator:
         return self._listings[folder]
 
     def locate(self, text: str, folder: Path | None = None) -> tuple[Path, str]:
-        """Folder and name of the image that annotations name; the most likely folder if it is absent. folder: that of
-        the annotation file, if it is not the same for all: paths relative to it are tried first."""
+        """Returns folder and name of the image that annotations name; the most likely folder if it is absent. folder:
+        that of the annotation file, if it is not the same for all: paths relative to it are tried first."""
         if (text, folder) not in self._located:
             self._located[text, folder] = self._search(text.replace("\\", "/"), folder)
         return self._located[text, folder]
 
     def exists(self, folder: Path, name: str) -> bool:
-        """Whether an image that was located is there."""
         return name in self._list_dir(folder)
 
     def find(self, *texts: str, folder: Path | None = None) -> tuple[Path, str] | None:
@@ -261,12 +259,13 @@ class ImageLocator:
         return Path(os.path.normpath(base_dirs[0] / head)) if is_local else own_dir or self._default_dir, name
 
     def split_from_folder(self, folder: Path) -> str | None:
-        """The split in the path of a folder below the root."""
+        """Returns the split in the path of a folder below the root."""
         inside = folder.relative_to(self._root).parts if folder.is_relative_to(self._root) else ()
         return next((split for part in inside if (split := SPLIT_BY_NAME.get(part.lower()))), None)
 
     def split_index(self, split: str | None, folder: Path) -> int:
-        """Index into SPLITS of the split, else of the one in the path of the image's folder; or UNASSIGNED."""
+        """Returns the index into SPLITS of the split, else of the one in the path of the image's folder; or
+        UNASSIGNED."""
         name = split or self.split_from_folder(folder)
         return UNASSIGNED if name is None else SPLITS.index(name)
 
@@ -328,7 +327,7 @@ def _find_outside(table: AnnotationTable, root: Path, own_dirs: list[str]) -> di
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
-    """Whether a path is one of some folders, or in one."""
+    """Returns whether a path is one of some folders, or in one."""
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 
@@ -383,30 +382,29 @@ class TableBuilder:
         self._images_with_skipped: set[int] = set()
 
     def add_image(self, image: ImageFile, location: str = "") -> int:
-        """The index of the image."""
         self.images.append(image)
         self.locations.append(location)
         return len(self.images) - 1
 
     def add_box(self, label: int | str, xyxy: XYXY, box_id: int, *, is_normalized: bool = False) -> None:
-        """A box of the image that was added last."""
+        """Adds a box to the image that was added last."""
         self.boxes.append(Box(len(self.images) - 1, label, xyxy, box_id, is_normalized))
 
     def drop_box(self, kind: str, example: str) -> None:
-        """A box of the image that was added last and cannot be used."""
+        """Reports a box of the image that was added last, which cannot be used."""
         self.problems.add(kind, example)
         self.bad_boxes.append(len(self.images) - 1)
 
     def skip_shape(self, kind: str) -> None:
-        """A shape without a box, such as a point, of the image that was added last. An image that has nothing else is
-        not background."""
+        """Counts a shape without a box, such as a point, of the image that was added last. An image that has nothing
+        else is not background."""
         self.counts[f"{kind}, which has no box and is not read"] += 1
         self._images_with_skipped.add(len(self.images) - 1)
 
     def add_shape(
         self, labels: Sequence[str], bound: Bound, number: int, location: str, *, is_normalized: bool = False
     ) -> None:
-        """The box of a shape of the image that was added last, for each of its classes. A KeyError, TypeError or
+        """Adds the box of a shape to the image that was added last, for each of its classes. A KeyError, TypeError or
         ValueError of `bound`, and a shape without a class, become problems."""
         try:
             xyxy, kind = bound()
@@ -441,11 +439,11 @@ class TableBuilder:
                 self.boxes.append(box._replace(is_normalized=True))
 
     def location(self) -> Path:
-        """What an error about the whole data set names."""
+        """Returns what an error about the whole data set names."""
         return self.layout.root if len(self.layout.parts) > 1 else self.layout.parts[0].annotations
 
     def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
-        """The table of the images, in their order, and their boxes. class_names: default, those of the boxes
+        """Returns the table of the images, in their order, and their boxes. class_names: default, those of the boxes
         (`name_classes`); boxes of other classes are dropped and reported. read_headers: read absent sizes from the
         image headers; needed for normalized boxes, which are dropped and reported if their image cannot be read."""
         images, boxes, root = self.images, self.boxes, self.layout.root
@@ -546,8 +544,8 @@ class TableBuilder:
 
 
 def name_classes(boxes: Sequence[Box]) -> list[str]:
-    """The classes of the boxes by name; if all names are numbers, by number; class 0, class 1, … for boxes that have
-    the index of their class."""
+    """Returns the classes of the boxes by name; if all names are numbers, by number; class 0, class 1, … for boxes that
+    have the index of their class."""
     if boxes and isinstance(boxes[0].label, int):
         return [f"class {number}" for number in range(max(int(box.label) for box in boxes) + 1)]
     names = {str(box.label) for box in boxes}
@@ -557,8 +555,8 @@ def name_classes(boxes: Sequence[Box]) -> list[str]:
 
 
 def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:
-    """The content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that is not
-    JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
+    """Returns the content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that
+    is not JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
     data = regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES).removeprefix(b"\xef\xbb\xbf")
     try:
         return msgspec.json.decode(data, type=type, strict=False)

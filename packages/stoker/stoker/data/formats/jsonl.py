@@ -29,12 +29,12 @@ _LINE = re.compile(
 
 
 def is_jsonl(head: bytes) -> bool:
-    """Whether a file has lines that name images and boxes."""
+    """Returns whether a file has lines that name images and boxes."""
     return head.startswith(b"{") and any(map(_LINE.match, head.splitlines()[:100]))
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
+    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
     return recognize_files(path, "jsonl", "JSON lines", SUFFIXES, is_jsonl)
 
 
@@ -59,7 +59,7 @@ def _iter_lines(path: Path, builder: TableBuilder) -> Iterator[Entry]:
 
 
 def _labels_of_sagemaker(entry: dict[str, Any], builder: TableBuilder) -> dict[str, Any] | None:
-    """Image, size and annotations of a line; None, and a count, if its image was not labeled."""
+    """Returns image, size and annotations of a line; None, and a count, if its image was not labeled."""
     jobs = [key for key in entry if isinstance(entry[key], Mapping) and isinstance(entry[key].get("annotations"), list)]
     if not jobs:
         builder.counts["line without annotations, which is left out"] += 1

@@ -23,7 +23,7 @@ _LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
-    """The KITTI data set in a folder (not in subfolders), or None."""
+    """Returns the KITTI data set in a folder (not in subfolders), or None."""
 
     def has_labels(path: Path) -> bool:
         heads = map(folders.read_head, folders.list_files(path, ".txt")[: folders.MAX_PROBES])
@@ -75,7 +75,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_list(file: Path) -> list[str]:
-    """The names in a list, without a suffix or folders."""
+    """Returns the names in a list, without a suffix or folders."""
     lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace").splitlines()
     return list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
 

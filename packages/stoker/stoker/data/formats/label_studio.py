@@ -30,13 +30,13 @@ UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{6,10}-")
 
 
 def is_label_studio(head: bytes) -> bool:
-    """Whether a file begins like Label Studio's."""
+    """Returns whether a file begins like Label Studio's."""
     has_results = b'"result"' in head and (b'"annotations"' in head or b'"completions"' in head)
     return head.startswith(b"[") and (has_results or any(b'"%s"' % key.encode() in head for key in LABEL_KEYS[:3]))
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The Label Studio data set of a file, or of a folder (not in subfolders); None if it is none."""
+    """Returns the Label Studio data set of a file, or of a folder (not in subfolders); None if it is none."""
     return recognize_files(path, "label-studio", "Label Studio JSON", ".json", is_label_studio)
 
 
@@ -103,7 +103,7 @@ def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def _labels(region: dict[str, Any]) -> list[str]:
-    """The classes of a region; usually one."""
+    """Returns the classes of a region; usually one."""
     found: Any = next((region["value"][key] for key in LABEL_KEYS if key in region["value"]), [])
     return [str(label) for label in found] if isinstance(found, list) else []
 
@@ -142,7 +142,7 @@ def _image_of(task: dict[str, Any]) -> str | None:
 
 
 def _candidate_paths(written: str) -> list[str]:
-    """The paths that an image may have here, the most likely first."""
+    """Returns the paths that an image may have here, the most likely first."""
     if (local := re.search(r"[?&]d=([^&]*)", written)) is not None:  # a file of a local storage
         path = unquote(local[1])
     elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", written):

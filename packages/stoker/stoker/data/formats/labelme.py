@@ -40,12 +40,12 @@ class _LabelMeFile(msgspec.Struct):
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
-    """The LabelMe data set in a folder (not in subfolders), or None."""
+    """Returns the LabelMe data set in a folder (not in subfolders), or None."""
     return recognize_files(folder, "labelme", "LabelMe JSON", ".json", is_labelme, file_per_image=True)
 
 
 def is_labelme(head: bytes) -> bool:
-    """Whether a file begins like LabelMe's."""
+    """Returns whether a file begins like LabelMe's."""
     has_shapes = re.search(rb'"shapes"\s*:\s*\[', head) is not None
     has_points = any(key in head for key in (b'"imagePath"', b'"shape_type"', b'"points"'))
     return head.startswith(b"{") and ((has_shapes and has_points) or re.search(rb'"imageData"\s*:', head) is not None)
@@ -83,7 +83,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _parse(file: Path) -> _LabelMeFile | str:
-    """The content of a file, or the reason why it cannot be read."""
+    """Returns the content of a file, or the reason why it cannot be read."""
     try:
         return read_json(file, _LabelMeFile, what="not a file of LabelMe")
     except DataError as error:
@@ -93,7 +93,7 @@ def _parse(file: Path) -> _LabelMeFile | str:
 
 
 def _bound(kind: str, points: list[tuple[float, float]]) -> tuple[XYXY, str]:
-    """The box around a shape, and what it is, if not a box. A circle has its center and a point on it."""
+    """Returns the box around a shape, and what it is, if not a box. A circle has its center and a point on it."""
     if len(points) < 2:
         raise ValueError(f"{kind} with {len(points)} points")
     if kind != "circle":

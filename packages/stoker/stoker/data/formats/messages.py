@@ -7,7 +7,7 @@ from typing import Any
 
 @functools.cache
 def message_class(name: str) -> Any:
-    """The class of a message of `messages.pbtxt`."""
+    """Returns the class of a message of `messages.pbtxt`."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format  # takes 0.1 s
 
     text = (resources.files("stoker.data.formats") / "messages.pbtxt").read_text(encoding="utf-8")

@@ -28,8 +28,8 @@ more than the second are valid corners: as x, y, width and height, boxes near th
 
 
 def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | None:
-    """A note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size` [K, 2],
-    are corners, contrary to COCO: many would reach out of their images. Else None."""
+    """Returns a note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size`
+    [K, 2], are corners, contrary to COCO: many would reach out of their images. Else None."""
     if not len(size):
         return None
     x1, y1, x2, y2 = xyxy.T
@@ -94,7 +94,7 @@ class ObjectBox(NamedTuple):
 
 
 def read_boxes(content: Any) -> list[ObjectBox]:
-    """The boxes of a sample, from decoded JSON. Raises UnknownLayout."""
+    """Returns the boxes of a sample, from decoded JSON. Raises UnknownLayout."""
     if isinstance(content, Mapping):
         has_columns = any(key in content for key in (*CORNERS_KEYS, *EXTENT_KEYS))
         for key in (*LIST_KEYS, *OTHER_LIST_KEYS):
@@ -111,7 +111,7 @@ def read_boxes(content: Any) -> list[ObjectBox]:
 
 
 def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An object for each entry of equally long lists."""
+    """Returns an object for each entry of equally long lists."""
     box_key = next((key for key in (*CORNERS_KEYS, *EXTENT_KEYS) if _is_list(content.get(key))), None)
     class_key = next((key for key in CLASS_LIST_KEYS if _is_list(content.get(key))), None)
     if box_key is None or class_key is None:
@@ -152,7 +152,7 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
 
 
 def _corner_and_size(center: Mapping[str, Any]) -> Any:
-    """The upper left corner, width and height of CreateML's coordinates; None if they cannot be read."""
+    """Returns the upper left corner, width and height of CreateML's coordinates; None if they cannot be read."""
     try:
         x, y, width, height = (float(center[key]) for key in ("x", "y", "width", "height"))
     except (KeyError, TypeError, ValueError):
@@ -198,8 +198,8 @@ IMAGE_KEYS = (
 
 
 def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
-    """Path, and height and width, of the image that an object of a file is about; empty and 0 where it does not tell.
-    The path of a URI is that in its bucket."""
+    """Returns path, and height and width, of the image that an object of a file is about; empty and 0 where it does not
+    tell. The path of a URI is that in its bucket."""
     value = next((entry[key] for key in IMAGE_KEYS if isinstance(entry.get(key), str | Mapping)), "")
     size = usable_size(entry.get("height"), entry.get("width"))
     if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ DESCRIPTIONS = ("class-description", "classes")
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The data set of a table, or of the tables in a folder; None if there are none."""
+    """Returns the data set of a table, or of the tables in a folder; None if there are none."""
     if path.is_file():
         root = folders.root_of(path, TABLE_DIRS)
         return _make_layout(root, [folders.file_part(path)]) if is_open_images(path) else None
@@ -39,13 +39,13 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 
 def is_open_images(path: Path) -> bool:
-    """Whether a file is a table of boxes of Open Images, by its header."""
+    """Returns whether a file is a table of boxes of Open Images, by its header."""
     header = folders.read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(_delimiter(path))
     return set(COLUMNS) <= set(header) and header[0] == "ImageID"
 
 
 def _delimiter(table: Path) -> str:
-    """The semicolon for a table that Excel has written in a country with decimal commas."""
+    """Returns the semicolon for a table that Excel has written in a country with decimal commas."""
     return ";" if b";" in folders.read_head(table).partition(b"\n")[0] else ","
 
 
@@ -116,12 +116,12 @@ def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:
 
 
 def _strip_suffix(name: str) -> str:
-    """An ImageID, which some tables write as the name of the file: `abc.jpg`."""
+    """Returns an ImageID, which some tables write as the name of the file: `abc.jpg`."""
     return os.path.splitext(name)[0] if folders.is_image_name(name) else name
 
 
 def _iter_rows(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line, [ImageID, LabelName, XMin, XMax, YMin, YMax, IsGroupOf or ""]) of every row."""
+    """Yields (line, [ImageID, LabelName, XMin, XMax, YMin, YMax, IsGroupOf or ""]) of every row."""
     rows = _iter_csv(table)
     _, header = next(rows, (1, []))
     if not set(COLUMNS) <= set(header):
@@ -139,7 +139,7 @@ def _iter_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def iter_csv(lines: Iterable[str], path: Path, delimiter: str = ",") -> Iterator[tuple[int, list[str]]]:
-    """(line, values) of every row that is not empty. Raises DataError."""
+    """Yields (line, values) of every row that is not empty. Raises DataError."""
     reader = csv.reader(lines, delimiter=delimiter)
     try:
         yield from ((reader.line_num, row) for row in reader if row)

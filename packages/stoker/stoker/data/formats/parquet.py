@@ -36,7 +36,7 @@ BATCH_ROWS, BATCH_BYTES = 64, 1 << 27
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
+    """Returns the Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
     dirs = ("data", "default")
     return recognize_shards(path, "parquet", "Parquet", dir_names=dirs, suffix=".parquet", has_samples=_has_boxes)
 
@@ -66,7 +66,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _has_boxes(path: Path) -> bool:
-    """Whether a file has columns of images and of boxes. Raises DataError for one in a bucket."""
+    """Returns whether a file has columns of images and of boxes. Raises DataError for one in a bucket."""
     if (uri := image_source.resolve_stub(path)) is not None:
         raise make_error(DataError, "parquet-in-bucket", uri)
     try:
@@ -86,7 +86,7 @@ def _image_column(schema: pa.Schema) -> str | None:
 
 
 def _annotation_columns(schema: pa.Schema) -> list[str]:
-    """A column of objects, or those of boxes and classes; empty: there are none."""
+    """Returns a column of objects, or those of boxes and classes; empty: there are none."""
     if objects := [name for name in LIST_KEYS if name in schema.names]:
         return objects[:1]
     boxes = [name for name in (*CORNERS_KEYS, *EXTENT_KEYS) if name in schema.names]
@@ -95,7 +95,7 @@ def _annotation_columns(schema: pa.Schema) -> list[str]:
 
 
 def _class_names(schema: pa.Schema) -> list[str]:
-    """The names of a ClassLabel, which the package `datasets` stores in the metadata; empty: there are none."""
+    """Returns the names of a ClassLabel, which the package `datasets` stores in the metadata; empty: there are none."""
     try:
         features = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, msgspec.MsgspecError, RecursionError, KeyError, TypeError):
@@ -148,8 +148,8 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
 
 
 def _open(path: Path, image_column: str, columns: list[str]) -> tuple[pq.ParquetFile, int, int]:
-    """A file, how many rows of it may be read at once, and how many bytes its images may have, and its texts. Raises
-    OSError, ArrowException for one that would expand to far more than its size."""
+    """Returns a file, how many rows of it may be read at once, and how many bytes its images may have, and its texts.
+    Raises OSError, ArrowException for one that would expand to far more than its size."""
     used, images = [image_column, *columns], (image_column, f"{image_column}.bytes")
     with open_shard(path) as (read, size_bytes):
         metadata = pq.read_metadata(path)
@@ -161,7 +161,7 @@ def _open(path: Path, image_column: str, columns: list[str]) -> tuple[pq.Parquet
 
 
 def _copy_images(batches: Iterator[pa.RecordBatch], target: Path, path: Path, max_bytes: int) -> None:
-    """The images of a file, one after the other. Raises StorageError, ArrowInvalid for more than `max_bytes`."""
+    """Writes the images of a file, one after the other. Raises StorageError, ArrowInvalid for more than `max_bytes`."""
     copied = 0
     with write_cached(target, path) as append:
         for batch in batches:
@@ -181,7 +181,7 @@ def _iter_images(batch: pa.RecordBatch, column: str) -> Iterator[memoryview | No
 
 
 def _file_names(images: pa.Array) -> list[str | None]:
-    """The names of the image files in the source, where the column has them."""
+    """Returns the names of the image files in the source, where the column has them."""
     if not pa.types.is_struct(images.type) or images.type.get_field_index("path") < 0:
         return [None] * len(images)
     names: list[str | None] = pc.struct_field(images, "path").to_pylist()
@@ -189,7 +189,7 @@ def _file_names(images: pa.Array) -> list[str | None]:
 
 
 def _with_names(value: Any, class_names: list[str], *, is_class: bool = False) -> Any:
-    """A row, or a part of it, with names in place of the numbers of classes."""
+    """Returns a row, or a part of it, with names in place of the numbers of classes."""
     if isinstance(value, dict):
         return {key: _with_names(v, class_names, is_class=key in CLASS_LIST_KEYS) for key, v in value.items()}
     if isinstance(value, list):

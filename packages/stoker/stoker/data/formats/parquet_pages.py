@@ -47,7 +47,7 @@ Footer = list[list[Chunk]]
 
 
 def read_footer(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData) -> Footer:
-    """The chunks of a file. Raises ArrowInvalid for a footer that cannot be read, or has other columns than
+    """Returns the chunks of a file. Raises ArrowInvalid for a footer that cannot be read, or has other columns than
     `metadata`."""
     tail = read(max(0, size_bytes - 8), 8)
     length = int.from_bytes(tail[:4], "little")
@@ -68,15 +68,15 @@ def read_footer(read: ReadAt, size_bytes: int, metadata: pq.FileMetaData) -> Foo
 
 
 def max_unpacked_bytes(size_bytes: int) -> int:
-    """The most bytes that all images, or all texts, of a file of this size may have."""
+    """Returns the most bytes that all images, or all texts, of a file of this size may have."""
     return MIN_UNPACKED_BYTES + MAX_RATIO * size_bytes
 
 
 def check_pages(
     read: ReadAt, size_bytes: int, metadata: pq.FileMetaData, footer: Footer, columns: Collection[str]
 ) -> int:
-    """The bytes of the largest unpacked page of these top-level columns: no single value is larger. Raises ArrowInvalid
-    for pages that expand, have too many values, or cannot be read."""
+    """Returns the bytes of the largest unpacked page of these top-level columns: no single value is larger. Raises
+    ArrowInvalid for pages that expand, have too many values, or cannot be read."""
     largest = values = 0
     for number in range(metadata.num_columns):
         leaf = metadata.schema.column(number)
@@ -103,8 +103,8 @@ def check_pages(
 
 
 def texts_of(metadata: pq.FileMetaData, footer: Footer, columns: Collection[str], *, but: Collection[str]) -> list[str]:
-    """The texts and byte strings in these top-level columns, to be read as dictionaries: a text that is repeated in all
-    rows is then in memory once, until `text_bytes` has counted it. pyarrow cannot do that with encoding
+    """Returns the texts and byte strings in these top-level columns, to be read as dictionaries: a text that is
+    repeated in all rows is then in memory once, until `text_bytes` has counted it. pyarrow cannot do that with encoding
     DELTA_BYTE_ARRAY, which is read as it is where a row has one value."""
     found = []
     for number in range(metadata.num_columns):
@@ -117,7 +117,7 @@ def texts_of(metadata: pq.FileMetaData, footer: Footer, columns: Collection[str]
 
 
 def text_bytes(values: pa.Array) -> int:
-    """The bytes that the texts in an array of any depth have, each as often as it is there."""
+    """Returns the bytes that the texts in an array of any depth have, each as often as it is there."""
     kind = values.type
     if pa.types.is_dictionary(kind):
         return int(pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0)
@@ -161,7 +161,7 @@ def _read_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict[int, Any], 
 
 
 def _read_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
-    """A value of this type of Thrift, None for a text; and the position after it."""
+    """Returns a value of this type of Thrift, None for a text; and the position after it."""
     if kind == 3:  # a byte
         return data[at], at + 1
     if kind in (4, 5, 6):
@@ -186,7 +186,7 @@ def _read_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
 
 
 def _read_number(data: bytes, at: int, *, is_signed: bool = True) -> tuple[int, int]:
-    """A varint of up to 64 bits, and the position after it."""
+    """Returns a varint of up to 64 bits, and the position after it."""
     number = 0
     for shift in range(0, 70, 7):
         byte, at = data[at], at + 1

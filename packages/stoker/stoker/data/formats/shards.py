@@ -34,7 +34,7 @@ REMOTE_SHARDS = 32
 def find_shards(
     folder: Path, dir_names: Sequence[str], list_shards: Callable[[Path], Sequence[Path]]
 ) -> tuple[list[SplitFiles], list[str]]:
-    """The shards in a folder (`find_files`), and notes."""
+    """Returns the shards in a folder (`find_files`), and notes."""
     parts = folders.find_files(folder, dir_names, list_shards)
     split_dirs = {path for _, path in folders.iter_split_dirs(folder)} if parts else set()
     is_per_split = any(split_dirs & {part.annotations.parent, part.annotations.parent.parent} for part in parts)
@@ -127,7 +127,7 @@ class ShardSamples:
     """The reason of the first sample whose annotations have a layout that is not known."""
 
     def add(self, name: str, read: ReadAt, start: int, length: int, annotations: Any) -> None:
-        """A sample with decoded annotations. What is wrong with it becomes a problem."""
+        """Adds a sample with decoded annotations. What is wrong with it becomes a problem."""
         place = f"{self.path.name}: {name}"
         try:
             size = parse_header_within(read, start, length, f"{self.path}/{name}").size
@@ -166,8 +166,8 @@ def make_table(
     format_name: str,
     class_names: Sequence[str] | None = None,
 ) -> AnnotationTable:
-    """One table of all shards. class_names: all classes in order, where the data set lists them. Raises DataError if no
-    sample is usable."""
+    """Makes one table of all shards. class_names: all classes in order, where the data set lists them. Raises DataError
+    if no sample is usable."""
     builder, extents = TableBuilder(layout, problems, box_id_kind="object"), list[int]()
     images, boxes = builder.images, builder.boxes
     for shard in shards:

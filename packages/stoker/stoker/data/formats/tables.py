@@ -102,7 +102,7 @@ class AnnotationTable:
     notes: list[str] = field(default_factory=list)
 
     def images_that_are_files(self) -> NDArray[np.int64]:
-        """The indices of the images that are not inside other files."""
+        """Returns the indices of the images that are not inside other files."""
         in_file = np.zeros(len(self.file_names)) if self.byte_range is None else self.byte_range[:, 1]
         return np.flatnonzero(in_file == 0)
 
@@ -128,14 +128,14 @@ class FolderTable:
 
 
 def display_path(path: Path, root: Path) -> str:
-    """A path as messages show it: relative to the root if it is inside."""
+    """Returns a path as messages show it: relative to the root if it is inside."""
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def group_by_folder(
     folder_index: NDArray[np.int32], image_indices: NDArray[np.int64]
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The image indices of each folder, ascending. Sorts once, because a folder may have only a few images."""
+    """Yields the image indices of each folder, ascending. Sorts once, because a folder may have only a few images."""
     ordered = image_indices[np.argsort(folder_index[image_indices], kind="stable")]
     folder_indices, starts = np.unique(folder_index[ordered], return_index=True)
     yield from zip(folder_indices.tolist(), np.split(ordered, starts[1:]), strict=False)
@@ -204,8 +204,8 @@ class DatasetWriter(ABC):
         """Writes the annotations of an image. Raises UnsupportedImage before it writes anything."""
 
     def normalized_boxes(self, image: AnnotatedImage) -> NDArray[np.float64]:
-        """[k, 4] xyxy normalized by image width and height, within 0 … 1: readers of normalized boxes refuse boxes
-        outside, some the whole image."""
+        """Returns [k, 4] xyxy normalized by image width and height, within 0 … 1: readers of normalized boxes refuse
+        boxes outside, some the whole image."""
         height, width = image.size
         normalized = image.boxes.astype(np.float64) / (width, height, width, height)
         clipped: NDArray[np.float64] = normalized.clip(0, 1)
@@ -219,13 +219,13 @@ class DatasetWriter(ABC):
 
 
 def shortest_decimal(value: np.float32) -> int | float:
-    """The shortest decimal of a float32: 10.1, not 10.100000381469727; an int for a whole number."""
+    """Returns the shortest decimal of a float32: 10.1, not 10.100000381469727; an int for a whole number."""
     number = float(np.format_float_positional(value, unique=True))
     return int(number) if number.is_integer() else number
 
 
 def exact_extent(low: int | float, high: np.float32) -> int | float:
-    """The number that added to `low` gives the float32 `high`, with 9 digits if they suffice."""
+    """Returns the number that added to `low` gives the float32 `high`, with 9 digits if they suffice."""
     rounded = float(f"{shortest_decimal(high) - low:.9g}")
     if np.float32(low + rounded) != high:
         rounded = float(high) - low
@@ -233,13 +233,13 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
 
 
 def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
-    """The box around points (x, y)."""
+    """Returns the box around points (x, y)."""
     xs, ys = [point[0] for point in points], [point[1] for point in points]
     return min(xs), min(ys), max(xs), max(ys)
 
 
 def bound_rotated(center: tuple[float, float], size: tuple[float, float], degrees: float) -> XYXY:
-    """The box around a rectangle of width and height `size` that is rotated about its center."""
+    """Returns the box around a rectangle of width and height `size` that is rotated about its center."""
     cos, sin = abs(math.cos(math.radians(degrees))), abs(math.sin(math.radians(degrees)))
     half_width, half_height = (size[0] * cos + size[1] * sin) / 2, (size[0] * sin + size[1] * cos) / 2
     x, y = center
@@ -247,7 +247,7 @@ def bound_rotated(center: tuple[float, float], size: tuple[float, float], degree
 
 
 def usable_size(height: object, width: object) -> tuple[int, int]:
-    """Height and width that annotations give; 0, unknown, if they are not both valid numbers."""
+    """Returns height and width that annotations give; 0, unknown, if they are not both valid numbers."""
     try:
         sides = [float(side) for side in (height, width) if isinstance(side, int | float | str)]
     except ValueError:
@@ -257,7 +257,7 @@ def usable_size(height: object, width: object) -> tuple[int, int]:
 
 
 def apply_orientation(boxes: NDArray[np.float32], size: tuple[int, int], orientation: int) -> NDArray[np.float32]:
-    """Boxes [k, 4] of an image of `size` (height, width) after EXIF's orientation is applied to it."""
+    """Returns boxes [k, 4] of an image of `size` (height, width) after EXIF's orientation is applied to it."""
     height, width = size
     x1, y1, x2, y2 = boxes.astype(np.float64).T
     if orientation >= 5:

@@ -59,7 +59,7 @@ _SHARD_NAME = re.compile(r"(.*)-(\d{3,7})-of-(\d{3,7})(.*)", re.DOTALL)
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The TFRecord data set of a file, or in a folder or in its split folders; None for a folder without."""
+    """Returns the TFRecord data set of a file, or in a folder or in its split folders; None for a folder without."""
     if path.is_file():
         return _make_layout(path.parent, [file_part(path)], [])
     ignored: list[str] = []
@@ -68,13 +68,13 @@ def recognize(path: Path) -> DatasetLayout | None:
 
 
 def strip_shard_number(name: str) -> str:
-    """The name of a numbered file without its number: "train.record" for "train.record-00003-of-00010"."""
+    """Returns the name of a numbered file without its number: "train.record" for "train.record-00003-of-00010"."""
     match = _SHARD_NAME.fullmatch(name)
     return name if match is None else match[1] + match[4]
 
 
 def from_glob(data: Path) -> DatasetLayout | None:
-    """The data set of the files that match a pattern; None if there are none."""
+    """Returns the data set of the files that match a pattern; None if there are none."""
     folder = data.parent.resolve()
     paths = [path for path in sorted(folder.glob(data.name)) if path.is_file() and _is_shard(path)]
     return _make_layout(folder, [file_part(path) for path in paths], []) if paths else None
@@ -90,7 +90,7 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
 
 
 def _list_shards(folder: Path, notes: list[str]) -> list[Path]:
-    """The shards in a folder, sorted. Appends to notes which are not read."""
+    """Returns the shards in a folder, sorted. Appends to notes which are not read."""
     with os.scandir(folder) as entries:  # there may be a hundred thousand, all of them images
         names = sorted(entry.name for entry in entries if "rec" in entry.name.lower() or "-of-" in entry.name)
     paths = [folder / name for name in names if _is_shard(folder / name) and (folder / name).is_file()]
@@ -108,7 +108,7 @@ def _is_shard(path: Path) -> bool:
 
 
 def _has_tfrecord_header(path: Path) -> bool:
-    """Whether a file is empty or begins like a plain or a gzip shard."""
+    """Returns whether a file is empty or begins like a plain or a gzip shard."""
     if not path.is_file():
         return False
     with regular_files.open_file(path) as file:
@@ -117,7 +117,7 @@ def _has_tfrecord_header(path: Path) -> bool:
 
 
 def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
-    """For each numbered series with missing files, a message with their numbers."""
+    """Yields a message for each numbered series with missing files, with their numbers."""
     matches = [(path.parent, match) for path in paths if (match := _SHARD_NAME.fullmatch(path.name))]
     for folder, head, total, tail in dict.fromkeys((folder, match[1], match[3], match[4]) for folder, match in matches):
         names, digits = {path.name for path in folder.iterdir()}, len(total)
@@ -278,7 +278,7 @@ def _read_record(
 
 
 def _image_size(sides: list[Sequence[int]], encoded: bytes) -> tuple[int, int]:
-    """Height and width, from the lists of the record or else from the image. Raises _UnusableRecord."""
+    """Returns height and width, from the lists of the record or else from the image. Raises _UnusableRecord."""
     height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
     if height and width and encoded[:3] in MAGIC_BYTES:
         return height, width
@@ -290,7 +290,7 @@ def _image_size(sides: list[Sequence[int]], encoded: bytes) -> tuple[int, int]:
 
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
-    """The file name without folders; with the record number if it is empty or already used in the shard."""
+    """Returns the file name without folders; with the record number if it is empty or already used in the shard."""
     name = base_name(filename.decode(errors="backslashreplace")) or f"record {record_number}"
     while name in used_names:
         stem, suffix = os.path.splitext(name)
@@ -350,7 +350,7 @@ def _make_table(
 
 
 def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
-    """[R], the source's ids if all are different whole numbers, else the image indices."""
+    """Returns [R], the source's ids if all are different whole numbers, else the image indices."""
     image_indices = np.arange(len(source_ids), dtype=np.int64)
     if not all(text.isdigit() and len(text) < 19 for text in source_ids):
         return image_indices
@@ -380,8 +380,8 @@ class _Assignment(NamedTuple):
 def _choose_classes(
     pairs: list[LabelTextPair], label_maps: Sequence[Path], root: Path
 ) -> tuple[list[str], list[int], list[_Assignment], list[str]]:
-    """Names and ids of the classes of a data set, the class of each pair, and notes. label_maps: those that may belong
-    to the records below `root`. Raises DataError if a label map cannot be read or if several fit."""
+    """Returns names and ids of the classes of a data set, the class of each pair, and notes. label_maps: those that may
+    belong to the records below `root`. Raises DataError if a label map cannot be read or if several fit."""
     chosen, notes = _choose_label_map(pairs, label_maps, root)
     if chosen is not None:
         return chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes
@@ -407,7 +407,7 @@ def _choose_classes(
 def _choose_label_map(
     pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
 ) -> tuple[tfrecord_bytes.LabelMap | None, list[str]]:
-    """The label map to use, or None, and notes about it."""
+    """Returns the label map to use, or None, and notes about it."""
     # in a folder next to that of the records, it may belong to another data set
     is_sibling = bool(paths) and paths[0].parent != root.parent and not paths[0].is_relative_to(root)
     distinct: dict[tuple[object, ...], tfrecord_bytes.LabelMap] = {}
@@ -437,7 +437,7 @@ def _assign_by_map(pairs: list[LabelTextPair], label_map: tfrecord_bytes.LabelMa
 
 
 def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int]) -> dict[int, int | None]:
-    """Label → index of the name that all boxes with the label have as their text; None if they have several."""
+    """Returns label → index of the name that all boxes with the label have as their text; None if they have several."""
     index_by_label: dict[int, int | None] = {}
     for pair in pairs:
         if pair.text is not None and pair.label > tfrecord_bytes.BACKGROUND:
@@ -454,7 +454,7 @@ def _assign(
     reason: str,
     label_map: tfrecord_bytes.LabelMap | None = None,
 ) -> list[_Assignment]:
-    """The class of each pair: that of its text if it has one, else that of its label. reason: why it has none.
+    """Returns the class of each pair: that of its text if it has one, else that of its label. reason: why it has none.
     label_map: the source of both; a label and a text that do not belong together are then a problem."""
     assignments = []
     for pair in pairs:

@@ -62,18 +62,18 @@ def _crc32c() -> Callable[[bytes], int]:
 
 
 def masked_crc(data: bytes) -> int:
-    """The CRC-32C of some bytes as TFRecords store it."""
+    """Returns the CRC-32C of some bytes as TFRecords store it."""
     crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def is_record_header(head: bytes) -> bool:
-    """Whether the first 12 bytes of a file are a length with the correct checksum."""
+    """Returns whether the first 12 bytes of a file are a length with the correct checksum."""
     return len(head) >= HEADER_BYTES and masked_crc(head[:8]) == _CRC.unpack_from(head, 8)[0]
 
 
 def frame_length(head: bytes) -> int:
-    """The number of bytes of data that a record's first 12 bytes give."""
+    """Returns the number of bytes of data that a record's first 12 bytes give."""
     return int.from_bytes(head[:8], "little")
 
 
@@ -123,7 +123,7 @@ MIN_FREE_BYTES = 1 << 28
 
 
 def unpacked_path(shard: Path) -> Path:
-    """The unpacked file of a shard. Its name depends on the shard's path, size and modification time."""
+    """Returns the unpacked file of a shard. Its name depends on the shard's path, size and modification time."""
     stat = shard.stat()
     key = f"{shard}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape")
     return cache_folder() / "shards" / f"{shard.name[:80]}-{blake2b(key, digest_size=8).hexdigest()}"
@@ -151,8 +151,8 @@ def write_cached(target: Path, shard: Path) -> Iterator[Callable[[bytes | memory
 
 
 def unpack(shard: Path) -> Path:
-    """The unpacked file of a gzipped shard, made if it does not exist, up to the first frame that cannot be one: the
-    reader reports it, and a small file cannot fill the disk. Raises DataError if the gzip data are damaged,
+    """Returns the unpacked file of a gzipped shard, made if it does not exist, up to the first frame that cannot be
+    one: the reader reports it, and a small file cannot fill the disk. Raises DataError if the gzip data are damaged,
     StorageError if the disk is full or would be."""
     target = unpacked_path(shard)
     if not target.exists():
@@ -200,7 +200,7 @@ class Example:
         self._features = {entry.key: entry.value for entry in message.features.feature}
 
     def values(self, key: bytes, kind: str) -> Sequence[Any]:
-        """The values of a feature of one of KINDS; none if it is absent or empty. Raises MalformedExample."""
+        """Returns the values of a feature of one of KINDS; none if it is absent or empty. Raises MalformedExample."""
         feature = self._features.get(key)
         actual = None if feature is None else feature.WhichOneof("kind")
         if feature is None or actual is None:
@@ -212,8 +212,8 @@ class Example:
 
 
 def encode_example(values: Mapping[str, Values]) -> bytes:
-    """The bytes of an Example with these features: lists of byte strings or int64, or an array of float32. An empty
-    list is left out: this means the same, and cannot have a type that a reader does not expect."""
+    """Returns the bytes of an Example with these features: lists of byte strings or int64, or an array of float32. An
+    empty list is left out: this means the same, and cannot have a type that a reader does not expect."""
     example = message_class("Example")()
     for key, value in sorted(values.items()):
         if len(value):
@@ -248,7 +248,7 @@ class LabelMap(NamedTuple):
 
 
 def looks_like_label_map(path: Path) -> bool:
-    """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files too."""
+    """Returns whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files too."""
     return bool(_item_lines(read_head(path).decode(errors="replace")))
 
 
@@ -303,7 +303,7 @@ def read_label_map(path: Path) -> LabelMap:
 
 
 def label_map_text(class_names: Sequence[str]) -> str:
-    """The text of a label map that numbers the classes from 1."""
+    """Returns the text of a label map that numbers the classes from 1."""
     from google.protobuf import text_format
 
     items = [{"id": class_id, "name": name} for class_id, name in enumerate(class_names, 1)]

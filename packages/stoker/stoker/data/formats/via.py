@@ -28,13 +28,13 @@ CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
 
 
 def is_via(head: bytes) -> bool:
-    """Whether a file begins like VIA's."""
+    """Returns whether a file begins like VIA's."""
     return _HEAD.search(head) is not None
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The VIA data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none. JSON is
-    preferred to CSV: people export both."""
+    """Returns the VIA data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none.
+    JSON is preferred to CSV: people export both."""
     suffixes = (".json", ".csv") if path.is_dir() else (path.suffix.lower(),)
     layouts = (recognize_files(path, "via", "VIA", suffix, is_via) for suffix in suffixes)
     return next((layout for layout in layouts if layout is not None), None)
@@ -65,7 +65,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _iter_images(file: Path, builder: TableBuilder) -> Iterator[tuple[str, str, list[Any]]]:
-    """(location, file name, regions with shape_attributes and region_attributes) of the images of a file."""
+    """Yields (location, file name, regions with shape_attributes and region_attributes) of the images of a file."""
     location = os.path.relpath(file, builder.layout.root)
     if file.suffix.lower() == ".csv":
         entries = _read_csv(file, location, builder.problems)
@@ -83,7 +83,7 @@ def _iter_images(file: Path, builder: TableBuilder) -> Iterator[tuple[str, str, 
 
 
 def _read_csv(file: Path, location: str, problems: ProblemCollector) -> dict[str, Any]:
-    """The images of a table, as in JSON."""
+    """Returns the images of a table, as in JSON."""
     text = read_text(file)
     first = text.partition("\n")[0]
     rows = iter_csv(text.splitlines(keepends=True), file, max(",;\t", key=first.count))
@@ -104,7 +104,7 @@ def _read_csv(file: Path, location: str, problems: ProblemCollector) -> dict[str
 
 
 def _decode(text: str) -> Any:
-    """The content of a cell; None if it is not JSON."""
+    """Returns the content of a cell; None if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
@@ -134,7 +134,7 @@ def _attributes(region: Any) -> dict[str, Any]:
 
 
 def _values(value: Any) -> list[str]:
-    """The texts of an attribute: one, or the checkboxes that are set."""
+    """Returns the texts of an attribute: one, or the checkboxes that are set."""
     if isinstance(value, dict):
         return [str(name) for name, is_set in value.items() if is_set]
     return [text] if value is not None and (text := str(value).strip()) else []

@@ -41,7 +41,7 @@ MAX_LIST_PROBES = 64
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
-    """The Pascal VOC data set in a folder (not in subfolders), or None."""
+    """Returns the Pascal VOC data set in a folder (not in subfolders), or None."""
     notes: list[str] = []
     if (annotations := _find_annotation_dir(folder)) is not None:
         description = f"Pascal VOC in {annotations.relative_to(folder)}/"
@@ -81,7 +81,7 @@ def _has_xml(folder: Path) -> bool:
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
-    """The subfolder that contains the XML files."""
+    """Returns the subfolder that contains the XML files."""
     directory = next(filter(_has_xml, folders.named_subdirs(folder, folders.ANNOTATION_DIRS)), None)
     if directory is None:
         return None
@@ -90,7 +90,7 @@ def _find_annotation_dir(folder: Path) -> Path | None:
 
 
 def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
-    """The parts if every XML file is in a subfolder named after its split; else none."""
+    """Returns the parts if every XML file is in a subfolder named after its split; else none."""
     split_dirs = [(split, path) for split, path in folders.iter_split_dirs(annotations) if _has_xml(path)]
     num_files = sum(len(list(_iter_xml(path))) for _, path in split_dirs)
     if not split_dirs or len(list(_iter_xml(annotations))) > num_files:
@@ -152,7 +152,7 @@ class _ImageLocator:
                 self._part, self._locators = replace(part, image_dirs=(*other_dirs, *part.image_dirs)), {}
 
     def locate(self, file: Path, filename: str) -> tuple[Path, str]:
-        """Folder and name of an XML file's image; a likely name if there is none. filename: its <filename>."""
+        """Returns folder and name of an XML file's image; a likely name if there is none. filename: its <filename>."""
         locator = self._locator_for(file)
         written_name = filename.replace("\\", "/").rpartition("/")[2]
         written_stem = os.path.splitext(written_name)[0]
@@ -192,7 +192,7 @@ def _make_finder(annotations: Path) -> Callable[[str], Path | None]:
 
 
 def _read_list(image_list: Path) -> list[tuple[int, str]]:
-    """(line, text) of the lines of a list that are not empty."""
+    """Returns (line, text) of the lines of a list that are not empty."""
     text = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape")
     return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
@@ -242,7 +242,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
-    """The XML files of a split: those in its list, in that order, else all of the folder by name."""
+    """Returns the XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
         return list(_iter_xml(part.annotations))
     find = _make_finder(part.annotations)
@@ -273,7 +273,7 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
 
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
-    """None, and a problem, for a file that cannot be read. location: its name in messages."""
+    """Returns None, and adds a problem, for a file that cannot be read. location: its name in messages."""
     root: Element | None = None
     reason = ""
     try:
@@ -309,7 +309,7 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
 
 
 def _parse_xyxy(box: Element) -> XYXY | str:
-    """x1, y1, x2, y2, or the reason why they cannot be read."""
+    """Returns the corners, or the reason why they cannot be read."""
     values = []
     for tag in ("xmin", "ymin", "xmax", "ymax"):
         text = box.findtext(tag)

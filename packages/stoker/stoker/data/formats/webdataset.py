@@ -55,8 +55,8 @@ PROBED_FILES = 8
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The WebDataset in a folder or in its split folders, of an archive, or of an index; None if there is none. Raises
-    DataError for samples without boxes."""
+    """Returns the WebDataset in a folder or in its split folders, of an archive, or of an index; None if there is none.
+    Raises DataError for samples without boxes."""
     folder = path if path.is_dir() else path.parent
     if path.name == INDEX_FILE or (path == folder and (folder / INDEX_FILE).is_file()):
         parts = [file_part(folder / shard.name, shard.split) for shard in read_info(folder / INDEX_FILE).shards]
@@ -78,8 +78,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _has_samples(path: Path) -> bool:
-    """Whether an archive begins with an image and annotations of the same name. Raises DataError for an image with
-    something else: it is a WebDataset of another task."""
+    """Returns whether an archive begins with an image and annotations of the same name. Raises DataError for an image
+    with something else: it is a WebDataset of another task."""
     try:
         with open_shard(path) as (read, total_bytes):
             members = list(islice(iter_members(read, total_bytes), PROBED_FILES))
@@ -153,7 +153,7 @@ def _iter_samples(members: Iterator[Member]) -> Iterator[tuple[str, list[Member]
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """The key of a sample, up to the first dot after the folders, and the rest, in lower case."""
+    """Returns the key of a sample, up to the first dot after the folders, and the rest, in lower case."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return folder + slash + stem, suffix.lower()
@@ -180,7 +180,7 @@ class DamagedArchive(Exception):
 
 
 def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
-    """The regular files, in order. Raises DamagedArchive after those before the damage."""
+    """Yields the regular files, in order. Raises DamagedArchive after those before the damage."""
     offset, pax, long_name = 0, dict[str, str](), ""
     while offset < total_bytes:
         block = read(offset, BLOCK)
@@ -217,7 +217,7 @@ def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
 
 
 def _parse_pax(content: bytes, offset: int) -> dict[str, str]:
-    """Records "LENGTH KEY=VALUE\\n"."""
+    """Parses records "LENGTH KEY=VALUE\\n"."""
     values: dict[str, str] = {}
     while content:
         digits, _, _ = content.partition(b" ")
@@ -230,7 +230,7 @@ def _parse_pax(content: bytes, offset: int) -> dict[str, str]:
 
 
 def padded(length: int) -> int:
-    """The bytes that a file of `length` bytes takes after its header."""
+    """Returns the bytes that a file of `length` bytes takes after its header."""
     return -(-length // BLOCK) * BLOCK
 
 
@@ -299,7 +299,7 @@ def encode_index(info: PackedInfo, table: AnnotationTable) -> bytes:
 
 
 def read_info(path: Path) -> PackedInfo:
-    """The metadata of an index. Raises DataError."""
+    """Returns the metadata of an index. Raises DataError."""
     return parse_index(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)[0]
 
 
@@ -331,7 +331,7 @@ def lost_shards(folder: Path, shards: Sequence[Shard]) -> list[tuple[Shard, str]
 
 
 def parse_index(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
-    """Metadata and columns of an index that was read. Raises DataError."""
+    """Returns metadata and columns of an index that was read. Raises DataError."""
     try:
         with pa.ipc.open_file(data) as reader:  # only its end: a batch would be unpacked when it is read
             num_batches = reader.num_record_batches
@@ -352,14 +352,14 @@ def parse_index(data: bytes, path: Path | str) -> tuple[PackedInfo, pa.RecordBat
 
 
 def _is_compressed(message: bytes) -> bool:
-    """Whether the FlatBuffer of a record batch names a compression: field 3 of field 2 of the message, as in
+    """Returns whether the FlatBuffer of a record batch names a compression: field 3 of field 2 of the message, as in
     https://github.com/apache/arrow/blob/main/format/Message.fbs. pyarrow has verified its offsets."""
 
     def number(at: int, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(message[at : at + size], "little", signed=signed)
 
     def field(table: int, index: int) -> int:
-        """The position of a field of a table; 0: it is not there."""
+        """Returns the position of a field of a table; 0: it is not there."""
         fields = table - number(table, 4, signed=True)
         is_there = 4 + 2 * index < number(fields, 2)
         offset = number(fields + 4 + 2 * index, 2) if is_there else 0
@@ -370,7 +370,7 @@ def _is_compressed(message: bytes) -> bool:
 
 
 def _to_table(batch: pa.RecordBatch, info: PackedInfo, path: Path, notes: list[str]) -> AnnotationTable:
-    """The columns, checked so that nothing reads outside a shard or an array."""
+    """Returns the columns, checked so that nothing reads outside a shard or an array."""
 
     def pair(first: str, second: str) -> NDArray[np.int64]:
         return np.stack((np.asarray(batch[first]), np.asarray(batch[second])), axis=1).astype(np.int64)

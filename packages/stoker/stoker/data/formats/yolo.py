@@ -84,8 +84,8 @@ MAX_WALKED_DIRS = 20_000
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """The YOLO data set of a data.yaml or obj.data, or of a folder (not in subfolders); None for a folder without.
-    Raises DataError if its data.yaml is wrong, or if its images are absent."""
+    """Returns the YOLO data set of a data.yaml or obj.data, or of a folder (not in subfolders); None for a folder
+    without. Raises DataError if its data.yaml is wrong, or if its images are absent."""
     if (definition := path if path.is_file() else _find_definition(path)) is not None:
         return _layout_of_definition(definition)
     for description, parts, notes in _iter_layouts(path):
@@ -148,7 +148,7 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
 
 
 def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
-    """A folder near a description that has images and the name of a split, as the description would name it."""
+    """Returns a folder near a description that has images and the name of a split, as the description would name it."""
     for base in base_dirs:
         for folder in folders.list_dirs_below(base):
             parts = folder.relative_to(base).parts
@@ -175,9 +175,9 @@ def _join(base: Path, text: str) -> Path:
 
 
 def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
-    """The file or folder of a written path: as written, relative to a base; else without its first folders, which may
-    be those of another machine, or Roboflow's wrong `../`. At least `min_parts` parts of a longer path must exist, or
-    its last one must be named after a split."""
+    """Returns the file or folder of a written path: as written, relative to a base; else without its first folders,
+    which may be those of another machine, or Roboflow's wrong `../`. At least `min_parts` parts of a longer path must
+    exist, or its last one must be named after a split."""
     base_dirs = tuple(base_dirs)
     candidates = [_join(base, text) for base in base_dirs]
     parts = PurePosixPath(text.replace("\\", "/")).parts
@@ -190,8 +190,8 @@ def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -
 
 
 def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
-    """Folder → file names of the images in a list, in its order. A folder that does not exist is kept as written.
-    base_dirs: the folders to which paths may be relative, besides the folder of the list."""
+    """Returns folder → file names of the images in a list, in its order. A folder that does not exist is kept as
+    written. base_dirs: the folders to which paths may be relative, besides the folder of the list."""
     search_dirs = (image_list.parent, *base_dirs)
     lines = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folder_by_head: dict[str, Path] = {}
@@ -216,7 +216,7 @@ def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) ->
 
 
 def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
-    """A part for every folder with images, at or below one."""
+    """Yields a part for every folder with images, at or below one."""
     visited: set[str] = set()
     for dirpath, dirnames, files in os.walk(base, followlinks=True):
         real = os.path.realpath(dirpath)
@@ -237,8 +237,8 @@ def _is_visible_image(name: str) -> bool:
 
 
 def _find_labels_dir(folder: Path, names: list[str]) -> Path:
-    """The folder of the label files of images: with `images` in its path replaced by `labels`, the folder itself, or a
-    folder `labels` next to it or in it; the first that has a label of one of these images."""
+    """Returns the folder of the label files of images: with `images` in its path replaced by `labels`, the folder
+    itself, or a folder `labels` next to it or in it; the first that has a label of one of these images."""
     candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
     last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
     if last is not None:
@@ -258,8 +258,8 @@ def _list_image_names(folder: Path) -> list[str]:
 
 
 def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
-    """Image name → name of its label file. It has the same stem; if there is none, the same stem in another case or
-    Unicode form, unless it belongs to another image."""
+    """Returns image name → name of its label file. It has the same stem; if there is none, the same stem in another
+    case or Unicode form, unless it belongs to another image."""
     by_stem = {os.path.splitext(label_name)[0]: label_name for label_name in label_names}
     stems = {image_name: os.path.splitext(image_name)[0] for image_name in image_names}
     matches = {image_name: by_stem[stem] for image_name, stem in stems.items() if stem in by_stem}
@@ -349,7 +349,7 @@ def _has_labels_dir(folder: Path) -> bool:
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
-    """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
+    """Returns whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
     num_checked = 0
     for part in parts:
         labels = match_labels(_list_image_names(part.image_dirs[0]), _list_label_files(part.annotations))
@@ -368,7 +368,7 @@ def _read_first_line(path: Path) -> bytes:
 
 
 def _looks_like_row(line: bytes) -> bool:
-    """Whether a line is a class and at least four numbers."""
+    """Returns whether a line is a class and at least four numbers."""
     try:
         return len([float(field) for field in line.split()]) >= 5
     except ValueError:
@@ -388,7 +388,7 @@ def _is_definition_name(path: Path) -> bool:
 
 
 def _find_definition(folder: Path) -> Path | None:
-    """The data.yaml or obj.data of a folder. Raises DataError if several files could be it."""
+    """Returns the data.yaml or obj.data of a folder. Raises DataError if several files could be it."""
     files = sorted(path for path in folder.iterdir() if _is_definition_name(path))
     candidates = [path for path in files if _looks_like_definition(path)]
     for stem in ("data", "dataset", folder.name.lower()):
@@ -401,7 +401,7 @@ def _find_definition(folder: Path) -> Path | None:
 
 
 def _looks_like_definition(path: Path) -> bool:
-    """Whether a file has a split and classes as keys: data folders contain other YAML files too."""
+    """Returns whether a file has a split and classes as keys: data folders contain other YAML files too."""
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return False
     text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
@@ -425,7 +425,7 @@ def _read_definition(file: Path) -> DatasetDefinition:
 
 
 def _parse_yaml(file: Path) -> Any:
-    """The content of a YAML file, with all values as text. Raises DataError."""
+    """Returns the content of a YAML file, with all values as text. Raises DataError."""
     try:
         return yaml.load(regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES), yaml.BaseLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -436,7 +436,7 @@ def _parse_yaml(file: Path) -> Any:
 
 
 def _parse_assignments(file: Path) -> dict[str, str]:
-    """The `key = value` lines of Darknet's obj.data, with the keys of a data.yaml."""
+    """Returns the `key = value` lines of Darknet's obj.data, with the keys of a data.yaml."""
     lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES).splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
     values = {key.strip(): value.strip() for key, _, value in pairs}
@@ -444,7 +444,7 @@ def _parse_assignments(file: Path) -> dict[str, str]:
 
 
 def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tuple[str, ...] | None:
-    """The class names, from a list, a mapping from numbers, or the path of a file of names."""
+    """Returns the class names, from a list, a mapping from numbers, or the path of a file of names."""
     if isinstance(written, str):
         if not written:
             return None
@@ -461,7 +461,7 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
 
 
 def _named_file(file: Path, written: str | list[str] | dict[int, str]) -> list[Path]:
-    """The file of class names that a description names, if it does."""
+    """Returns the file of class names that a description names, if it does."""
     if not isinstance(written, str) or not written:
         return []
     path = written.replace("\\", "/")
@@ -470,7 +470,7 @@ def _named_file(file: Path, written: str | list[str] | dict[int, str]) -> list[P
 
 
 def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
-    """The files of class names near the labels of a data set."""
+    """Returns the files of class names near the labels of a data set."""
     labels = [part.annotations for part in parts][: folders.MAX_PROBES]
     directories = folders.unique([root, root / "labels", *labels, *(path.parent for path in labels)])
     candidates = folders.unique(folder / name for folder in directories for name in NAMES_FILES)
@@ -484,7 +484,7 @@ def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ..
 
 
 def _read_names(file: Path) -> tuple[str, ...]:
-    """The class names in a file: one per line, or Label Studio's notes.json. Raises DataError."""
+    """Returns the class names in a file: one per line, or Label Studio's notes.json. Raises DataError."""
     try:
         if file.suffix.lower() == ".json":
             categories = json.loads(regular_files.read_text(file, encoding="utf-8-sig"))["categories"]
@@ -539,7 +539,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
-    """The classes and the content of rows, from the files that describe the data set."""
+    """Returns the classes and the content of rows, from the files that describe the data set."""
     class_names, num_classes, num_keypoint_values = None, None, 0
     metadata_files = list(layout.metadata_files)
     if metadata_files and _is_definition_name(metadata_files[0]):
@@ -564,7 +564,7 @@ def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
 
 
 def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[list[ImageFile], list[Path | None]]:
-    """All images and their label files, in the order of the parts; within a part as listed, else by name."""
+    """Returns all images and their label files, in the order of the parts; within a part as listed, else by name."""
     definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
     base_dirs = _resolve_base_dirs(_read_definition(definitions[0]), definitions[0])[0] if definitions else ()
     names_by_list: dict[Path, dict[Path, list[str]]] = {}
@@ -653,7 +653,7 @@ def _quote(location: str, line: int, row: bytes) -> str:
 
 
 def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, float, float, float] | None:
-    """x1, y1, x2, y2 from the numbers after the class; None if no kind of row has so many."""
+    """Returns the corners from the numbers after the class; None if no kind of row has so many."""
     num_values = len(values)
     if (row_format.num_keypoint_values and num_values == 4 + row_format.num_keypoint_values) or _has_keypoints(values):
         row_format.other_row_kinds["rows have keypoints: their boxes are read"] += 1

@@ -83,13 +83,13 @@ def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float])
 
 
 def decode(data: bytes, path: Path | str) -> Pixels:
-    """The whole image, upright, uint8 [h, w, 3] RGB. Raises DataError."""
+    """Returns the whole image, upright, uint8 [h, w, 3] RGB. Raises DataError."""
     header = parse_header(data, path)
     return decode_resized(data, path, header, header.size)
 
 
 def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[int, int]) -> Pixels:
-    """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
+    """Returns the whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
     DataError."""
     height, width = header.size
     out = np.empty((*size, 3), np.uint8)
@@ -100,8 +100,8 @@ def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[in
 def thumbnail(
     data: bytes, path: Path | str, max_side: int, *, annotated_size: tuple[int, int] = (0, 0)
 ) -> tuple[Pixels, tuple[int, int]]:
-    """(the image as it was annotated, its longer side at most `max_side`, uint8 [h, w, 3] RGB; its full height and
-    width).
+    """Returns (the image as it was annotated, its longer side at most `max_side`, uint8 [h, w, 3] RGB; its full height
+    and width).
 
     annotated_size: height and width in the annotations; (0, 0): they give none. Raises DataError.
     """
@@ -134,7 +134,7 @@ def decode_into(data: bytes, path: Path | str, *, region: Region, out: Pixels, h
 
 
 def _decode_stored(data: bytes, path: Path | str, header: Header, region: Region, out: Pixels) -> None:
-    """`decode_into` without orientation: `region` and `out` are in the coordinates of the stored pixels."""
+    """Does what `decode_into` does, with `region` and `out` in the coordinates of the stored pixels."""
     x0, y0, x1, y1 = region
     height, width = header.stored_size
     if header.image_format != "jpeg" or header.channels == 4:
@@ -155,7 +155,7 @@ def _decode_stored(data: bytes, path: Path | str, header: Header, region: Region
 
 
 def to_stored_region(region: Region, header: Header) -> Region:
-    """A region of the upright image → the region of the same pixels in the file."""
+    """Returns the region in the file that has the pixels of a region of the upright image."""
     x0, y0, x1, y1 = region
     is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[header.orientation]
     if is_transposed:
@@ -205,7 +205,7 @@ def _decode_jpeg_in_place(data: bytes, out: Pixels) -> bool:
 
 
 def _decode_jpeg(data: bytes, path: Path | str, min_size: tuple[int, int]) -> Pixels:
-    """uint8 [h, w, 3] RGB, decoded at the smallest scale that reaches `min_size` (height, width)."""
+    """Returns uint8 [h, w, 3] RGB, decoded at the smallest scale that reaches `min_size` (height, width)."""
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=min_size[0], min_width=min_size[1])
     except ValueError as error:
@@ -223,7 +223,7 @@ def _decode_jpeg(data: bytes, path: Path | str, min_size: tuple[int, int]) -> Pi
 
 
 def _strip_stray_bytes(data: bytes) -> bytes | None:
-    """A JPEG without the bytes between its segments and after its end; None where it has no end."""
+    """Returns a JPEG without the bytes between its segments and after its end; None where it has no end."""
     segments, offset = [data[:2]], 2
     while 0 <= (offset := data.find(b"\xff", offset)) < len(data) - 1:
         marker = data[offset + 1]
@@ -246,7 +246,7 @@ def _strip_stray_bytes(data: bytes) -> bytes | None:
 
 
 def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
-    """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page; the upper 8 of 16 bits; no alpha."""
+    """Returns uint8 [h, w, 3] RGB, full size, as stored; the first frame or page; the upper 8 of 16 bits; no alpha."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             orientation = image.getexif().get(0x0112, 1)
@@ -261,7 +261,7 @@ def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
 
 
 def pillow_to_rgb(image: Image.Image) -> Pixels:
-    """uint8 [h, w, 3] RGB; the upper 8 of 16 bits; no alpha."""
+    """Returns uint8 [h, w, 3] RGB; the upper 8 of 16 bits; no alpha."""
     if image.mode.startswith("I;16"):  # `convert` would clip
         return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, 2)
     return np.asarray(image.convert("RGB"))

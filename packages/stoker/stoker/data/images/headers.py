@@ -56,20 +56,20 @@ class Header(NamedTuple):
     """Of a JPEG: 1 gray, 3 color, 4 CMYK or YCCK. 3 for other formats, whose decoders convert by themselves."""
 
     def as_annotated(self, annotated_size: tuple[int, int]) -> "Header":
-        """The header of the image as it was annotated: upright, unless `annotated_size` (height, width) is the size of
-        the stored pixels and not of the upright ones. (0, 0): the annotations give no size."""
+        """Returns the header of the image as it was annotated: upright, unless `annotated_size` (height, width) is the
+        size of the stored pixels and not of the upright ones. (0, 0): the annotations give no size."""
         if self.orientation != 1 and annotated_size == self.stored_size != self.size:
             return self._replace(size=self.stored_size, orientation=1)
         return self
 
     def is_orientation_ambiguous(self, annotated_size: tuple[int, int]) -> bool:
-        """Whether the image has an orientation, and the annotated size does not show whether it was applied."""
+        """Returns whether the image has an orientation, and the annotated size does not show whether it was applied."""
         return self.orientation != 1 and (0 in annotated_size or self.size == self.stored_size)
 
 
 def read_header(path: Path) -> Header:
-    """The header of an image file or object, of which only the necessary bytes are read. Raises DataError, also where
-    it is missing; StorageError where its bucket cannot be read."""
+    """Returns the header of an image file or object, of which only the necessary bytes are read. Raises DataError, also
+    where it is missing; StorageError where its bucket cannot be read."""
     try:
         if (remote_object := source.find_remote(path)) is not None:
             return _read_remote_header(remote_object, path)
@@ -102,13 +102,13 @@ def _read_remote_header(remote_object: source.RemoteObject, stub: Path) -> Heade
 
 
 def parse_header(data: bytes, path: Path | str) -> Header:
-    """The header of an encoded image; `path` is for messages. Raises DataError with the path."""
+    """Returns the header of an encoded image; `path` is for messages. Raises DataError with the path."""
     return _parse_header(data, lambda offset, count: data[offset : offset + count], len(data), path)
 
 
 def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str) -> Header:
-    """The header of an encoded image that is `length` bytes from `start` of a larger file, of which only the necessary
-    bytes are read. `path` is for messages. Raises DataError."""
+    """Returns the header of an encoded image that is `length` bytes from `start` of a larger file, of which only the
+    necessary bytes are read. `path` is for messages. Raises DataError."""
 
     def read_image(offset: int, count: int) -> bytes:
         return read(start + offset, max(0, min(count, length - offset)))
@@ -117,7 +117,7 @@ def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str)
 
 
 def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
-    """The error for an image that cannot be decoded."""
+    """Returns the error for an image that cannot be decoded."""
     fix = fix or "copy or download the file again, or remove it from the annotations"
     return make_error(DataError, "undecodable-image", source.display_path(path), cause=cause, fix=fix)
 
@@ -150,7 +150,7 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> He
 
 
 def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path | str) -> tuple[int, int, int, int]:
-    """`_parse_jpeg` where the first bytes do not suffice: HEAD_BYTES mostly do, else the whole file."""
+    """Calls `_parse_jpeg` where the first bytes do not suffice: HEAD_BYTES mostly do, else the whole file."""
     if len(head) < HEAD_BYTES < total:
         with contextlib.suppress(IndexError):
             return _parse_jpeg(read(0, HEAD_BYTES), path)
@@ -160,7 +160,7 @@ def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path |
 def _detect_format(
     first_bytes: bytes, read: ReadAt, path: Path | str
 ) -> tuple[str, Callable[[ReadAt, Path | str], tuple[int, int, int]]]:
-    """The format, by content whatever the file's name, and the parser of its header."""
+    """Returns the format, by content whatever the file's name, and the parser of its header."""
     for image_format, (signature, parse) in _PARSERS.items():
         if re.match(signature, first_bytes, re.DOTALL):
             return image_format, parse
@@ -191,8 +191,8 @@ _OTHER_CONTENT = {
 
 
 def _parse_jpeg(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
-    """(height, width, orientation, channels), from the segments before the first scan. Plain indexing for speed, as it
-    runs for every image that is loaded. Raises IndexError where data ends."""
+    """Returns (height, width, orientation, channels), from the segments before the first scan. Plain indexing for
+    speed, as it runs for every image that is loaded. Raises IndexError where data ends."""
     offset, orientation, frame_offset = 2, 1, -1
     while True:
         marker = data[offset + 1]
@@ -337,7 +337,7 @@ def _read_exif_orientation(read: ReadAt, start: int) -> int:
 
 
 def _read_tiff_tags(read: ReadAt, tag_ids: set[int]) -> dict[int, int]:
-    """First values of integer tags, from a TIFF's first directory (that of the first page)."""
+    """Returns first values of integer tags, from a TIFF's first directory (that of the first page)."""
     head = read(0, 16)
     byte_order = "<" if head[:2] == b"II" else ">"
     is_big_tiff = head[2 if byte_order == "<" else 3] == 43

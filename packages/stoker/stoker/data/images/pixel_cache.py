@@ -92,13 +92,13 @@ class CachedImageSpec:
     def for_augmentation(
         cls, image_size: tuple[int, int], resize: str, *, scale_jitter_prob: float, scale_range: tuple[float, float]
     ) -> "CachedImageSpec":
-        """The size for a recipe: as much larger as its crops zoom in, within MIN_FACTOR … MAX_FACTOR. Without crops the
-        factor is 1, and a sample is identical to one without a cache."""
+        """Returns the size for a recipe: as much larger as its crops zoom in, within MIN_FACTOR … MAX_FACTOR. Without
+        crops the factor is 1, and a sample is identical to one without a cache."""
         factor = min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
         return cls(image_size, resize, factor)
 
     def cached_sizes(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Height and width of images [n, 2] → kept size [n, 2], never larger than the image; 0 stays 0."""
+        """Returns the kept height and width of images of these sizes [n, 2], never larger than the image; 0 stays 0."""
         safe_sizes = np.maximum(sizes, 1)
         scales = np.array(self.image_size) * self.factor / safe_sizes
         if self.resize == "letterbox":
@@ -154,7 +154,7 @@ class PixelCache:
         return decode_resized(data, path, header, self._cached_sizes[image_index].tolist())
 
     def contains(self, image_index: int) -> bool:
-        """Whether `get` will most likely return the image. Does not read its pixels."""
+        """Returns whether `get` will most likely return the image. Does not read its pixels."""
         return self._read_crc(image_index) is not None
 
     def get(self, image_index: int) -> Pixels | None:
@@ -208,7 +208,7 @@ class PixelCache:
         return held_bytes
 
     def _read_crc(self, image_index: int) -> int | None:
-        """The checksum in the entry of an image; None where there is no entry for the present source file."""
+        """Returns the checksum in the entry of an image; None where there is no entry for the present source file."""
         if self._fd is None or (identity := self._entry_identity(image_index)) is None:
             return None
         try:
@@ -259,7 +259,7 @@ class PixelCache:
 
 
 def compute_entry_offsets(cached_sizes: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Kept height and width [n, 2] → first byte of each entry, and the length of the file [n + 1]."""
+    """Returns first byte of each entry of kept height and width [n, 2], and the length of the file [n + 1]."""
     pixel_bytes = cached_sizes.astype(np.int64).prod(1) * 3
     blocks = np.where(pixel_bytes > 0, -(-(pixel_bytes + HEADER_BYTES) // BLOCK_BYTES), 0)
     return np.concatenate([[0], np.cumsum(blocks * BLOCK_BYTES)])
@@ -292,7 +292,7 @@ class CachePolicyInputs:
 
 
 def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
-    """Where decoded images are kept, and the reason."""
+    """Returns where decoded images are kept, and the reason."""
     if not inputs.num_images:
         return "none", "the annotations have no image sizes"
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
@@ -336,7 +336,7 @@ def collect_cache_inputs(
     max_scale: float,
     epochs: float | None,
 ) -> CachePolicyInputs:
-    """The inputs of `choose_cache` for this machine in its present state."""
+    """Returns the inputs of `choose_cache` for this machine in its present state."""
     sizes = index.original_size[image_indices]
     sizes = sizes[(sizes > 0).all(1)]
     cached_sizes = spec.cached_sizes(sizes)
@@ -363,7 +363,7 @@ def open_cache(
     spec: CachedImageSpec,
     log_event: Callable[[str, str], None],
 ) -> PixelCache | None:
-    """The cache that the setting names; where it cannot be opened, one that keeps nothing, with a warning.
+    """Returns the cache that the setting names; where it cannot be opened, one that keeps nothing, with a warning.
 
     log_event gets "info" or "warning", and a sentence; the cache calls it from any thread.
     """
@@ -437,13 +437,13 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
 
 
 def compute_free_disk_bytes(path: Path) -> int:
-    """Bytes that the cache file `path` may take, after all unused cache files are removed."""
+    """Returns bytes that the cache file `path` may take, after all unused cache files are removed."""
     used = {other: stat for other, stat in _other_cache_files(path).items() if not is_unused(other)}
     return max(0, _free_bytes(path, used))
 
 
 def _other_cache_files(path: Path) -> dict[Path, tuple[int, int]]:
-    """The cache files besides `path`: bytes on the disk, and the time of the last use (ns)."""
+    """Returns the cache files besides `path`: bytes on the disk, and the time of the last use (ns)."""
     others: dict[Path, tuple[int, int]] = {}
     for other in path.parent.glob("*.pixels"):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
@@ -454,7 +454,7 @@ def _other_cache_files(path: Path) -> dict[Path, tuple[int, int]]:
 
 
 def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
-    """Bytes that `path` may take besides the cache files `others`; negative where they exceed the limit."""
+    """Returns bytes that `path` may take besides the cache files `others`; negative where they exceed the limit."""
     directory = path.parent
     while not directory.exists():
         directory = directory.parent
@@ -472,7 +472,7 @@ def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
 
 
 def find_network_file_system(path: Path) -> str | None:
-    """The type of the file system on which a path is or would be, if it is a network file system."""
+    """Returns the type of the file system on which a path is or would be, if it is a network file system."""
     mounts = {partition.mountpoint: partition.fstype for partition in psutil.disk_partitions(all=True)}
     real_path = Path(os.path.realpath(path))
     fs_type = next((mounts[str(parent)] for parent in real_path.parents if str(parent) in mounts), "")
@@ -480,7 +480,7 @@ def find_network_file_system(path: Path) -> str | None:
 
 
 def is_unused(file: Path, *, remove: bool = False) -> bool:
-    """Whether no process has a cache file open, as far as its file system shows. remove: if so, removes it."""
+    """Returns whether no process has a cache file open, as far as its file system shows. remove: if so, removes it."""
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -50,13 +50,13 @@ def is_shard(name: str) -> bool:
 
 
 def is_copied(name: str) -> bool:
-    """Whether a mirror contains a file in full; every other file is a stub."""
+    """Returns whether a mirror contains a file in full; every other file is a stub."""
     is_index = name.rpartition("/")[2] == SHARD_INDEX
     return is_index or name.lower().endswith(COPIED_SUFFIXES) or is_shard(name)
 
 
 def path_to_uri(path: Path | str) -> StorageUri | None:
-    """The URI of a file or folder in a mirror; None for any other path."""
+    """Returns the URI of a file or folder in a mirror; None for any other path."""
     prefix = _mirrors_prefix(cache_folder())
     path_text = os.fspath(path)
     if not path_text.startswith(prefix):
@@ -81,13 +81,14 @@ def _mirror_uri(mirror: str) -> StorageUri:
 
 
 def resolve_stub(path: Path) -> StorageUri | None:
-    """The URI of the object of a stub; None for an ordinary file."""
+    """Returns the URI of the object of a stub; None for an ordinary file."""
     uri = path_to_uri(path)
     return None if uri is None or is_copied(path.name) or path.parent.name == FETCHED else uri
 
 
 def find_remote(path: Path) -> RemoteObject | None:
-    """The same with its store. The look-up takes 40 µs, so callers with many images keep the store."""
+    """Returns the object of a stub with its store. The look-up takes 40 µs, so callers with many images keep the
+    store."""
     uri = resolve_stub(path)
     return None if uri is None else _remote_object(uri)
 
@@ -99,25 +100,25 @@ def _remote_object(uri: StorageUri) -> RemoteObject:
 
 
 def display_path(path: Path | str) -> str:
-    """A path as users know it: the URI, if the path is in a mirror."""
+    """Returns a path as users know it: the URI, if the path is in a mirror."""
     uri = path_to_uri(path)
     return str(path) if uri is None else str(uri)
 
 
 def paths_to_uris(text: str, root: Path) -> str:
-    """A message in which `root` (a mirror or a folder in it) and paths below it are replaced by their URIs."""
+    """Returns a message in which `root` (a mirror or a folder in it) and paths below it are replaced by their URIs."""
     uri = path_to_uri(root)
     return text if uri is None else text.replace(str(root), str(uri))
 
 
 def print_status(text: str) -> None:
-    """A line about a slow operation before there is a run that could record it."""
+    """Prints a line about a slow operation before there is a run that could record it."""
     print_text(text, file=sys.stderr, flush=True)
 
 
-def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
-    """The encoded image at a path or URI. byte_range: (first byte, number of bytes) within the file that is the parent
-    of `location`, for images inside another file. Raises OSError, StorageError."""
+def read_bytes(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
+    """Returns the encoded image at a path or URI. byte_range: (first byte, number of bytes) within the file that is the
+    parent of `location`, for images inside another file. Raises OSError, StorageError."""
     if isinstance(location, str) and is_uri(location):
         uri = parse_uri(location)
         return read_object(_remote_object(uri if byte_range is None else uri.parent), *(byte_range or (0, None)))
@@ -128,8 +129,8 @@ def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> byt
 
 
 def read_local(path: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
-    """The bytes of a local image file, or a range of a file that contains images. Raises OSError, also for a device, a
-    FIFO and more than `regular_files.MAX_BYTES` bytes."""
+    """Returns the bytes of a local image file, or a range of a file that contains images. Raises OSError, also for a
+    device, a FIFO and more than `regular_files.MAX_BYTES` bytes."""
     fd = regular_files.open_fd(path, max_bytes=regular_files.MAX_BYTES if byte_range is None else None)
     try:
         start, length = (0, os.fstat(fd).st_size) if byte_range is None else byte_range
@@ -144,7 +145,7 @@ def read_local(path: Path | str, byte_range: tuple[int, int] | None = None) -> b
 
 
 def read_object(remote_object: RemoteObject, start: int = 0, length: int | None = None) -> bytes:
-    """Bytes of an object. Raises FileNotFoundError where it is missing, as for a file; StorageError."""
+    """Returns bytes of an object. Raises FileNotFoundError where it is missing, as for a file; StorageError."""
     try:
         return remote_object.store.read(remote_object.key, start=start, length=length)
     except ObjectMissing as error:

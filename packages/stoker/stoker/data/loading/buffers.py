@@ -39,7 +39,7 @@ _ALIGNMENT = 4096
 
 
 def batch_arrays(image_size: tuple[int, int], max_boxes: int) -> list[tuple[tuple[int, ...], DTypeLike]]:
-    """Shape and type of each array of a batch, per image, in the order of Batch; the images are [H, W, 3]."""
+    """Returns shape and type of each array of a batch, per image, in the order of Batch; images are [H, W, 3]."""
     return [
         ((*image_size, 3), np.uint8),
         ((max_boxes, 4), np.float32),
@@ -110,12 +110,12 @@ def _padding(image_size: tuple[int, int]) -> Pixels:
 
 
 def as_batch(tensors: "list[Tensor]") -> Batch:
-    """Tensors in the order of `HostBatchBuffer.tensors` → Batch; the images become a view [B, 3, H, W]."""
+    """Makes a Batch of tensors in the order of `HostBatchBuffer.tensors`; images become a view [B, 3, H, W]."""
     return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
 
 
 def create_memory(name: str, size_bytes: int) -> int:
-    """The descriptor of zeroed memory. Raises OSError."""
+    """Returns the descriptor of zeroed memory. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, size_bytes)
     return fd
@@ -132,7 +132,7 @@ class RingLayout:
     num_processes: int
 
     def arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        """Shape and type of the arrays of all slots, and of the counters."""
+        """Returns shape and type of the arrays of all slots, and of the counters."""
         slot = [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
         return [*(slot * self.num_slots), ((self.num_processes, len(COUNTER_FIELDS) + 1), np.float64)]
 
@@ -161,7 +161,7 @@ class Ring:
         self._counters[process] = [*(getattr(total, name) for name in COUNTER_FIELDS), cpu_s]
 
     def read_counters(self) -> Counters:
-        """The sum over all processes."""
+        """Returns the sum over all processes."""
         sums = dict(zip(COUNTER_FIELDS, self._counters.sum(0).tolist(), strict=False))
         return Counters(**{name: type(getattr(Counters, name))(value) for name, value in sums.items()})
 

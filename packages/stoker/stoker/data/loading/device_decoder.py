@@ -64,8 +64,8 @@ _WORKING: set[torch.device] = set()
 
 @functools.cache
 def decoding_stream(device: Device, train: bool) -> SideStream:
-    """The stream on which training images are decoded, or those of evaluations: one of each in a process. torch has few
-    streams and gives them out again, and this one must be used for nothing else."""
+    """Returns the stream on which training images are decoded, or those of evaluations: one of each in a process. torch
+    has few streams and gives them out again, and this one must be used for nothing else."""
     del train
     return device.make_stream()
 
@@ -137,8 +137,8 @@ def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], strea
 
 
 def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:
-    """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them,
-    ImportError without torchcodec.
+    """Returns RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of
+    them, ImportError without torchcodec.
 
     torchcodec would rotate by EXIF, which it is made not to find: annotations may be those of the stored pixels.
     """
@@ -153,7 +153,7 @@ def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> l
 
 
 def _crop_resize_orient(pixels: Tensor, image: EncodedImage) -> Tensor:
-    """The stored pixels uint8 [3, h, w] → the upright region in its final size."""
+    """Returns the upright region of the stored pixels uint8 [3, h, w] in its final size."""
     is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[image.header.orientation]
     x0, y0, x1, y1 = to_stored_region(image.region, image.header)
     size = image.resized_size[::-1] if is_transposed else image.resized_size
@@ -188,8 +188,8 @@ def unavailable_reason(device: Device) -> str | None:
 
 
 def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:
-    """The device decodes where the cores cannot keep up with the steps; and the reason. Images per second: that the
-    cores decode, and that the steps take. device_fraction: of the images, that the device can decode."""
+    """Returns the device decodes where the cores cannot keep up with the steps; and the reason. Images per second: that
+    the cores decode, and that the steps take. device_fraction: of the images, that the device can decode."""
     summary = f"the cores decode {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
     if MIN_SPEEDUP * host_per_s >= step_per_s:
         return "cpu", summary

@@ -87,7 +87,7 @@ class BatchFinalizer:
         self._errors: dict[int, str] = {}
 
     def is_noop(self, batch_task: BatchTask) -> bool:
-        """Whether `finalize` would change nothing. All samples of the batch are loaded."""
+        """Returns whether `finalize` would change nothing. All samples of the batch are loaded."""
         return all(
             isinstance(result, SampleResult)
             and not result.failures
@@ -245,7 +245,7 @@ class Loader:
         return self._position
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch handed out. Batches decoded ahead are not part of it."""
+        """Returns the state after the last batch handed out. Batches decoded ahead are not part of it."""
         return {
             "position": self._position,
             "quarantined": self._quarantined(),
@@ -277,23 +277,23 @@ class Loader:
         )
 
     def quarantine_elsewhere(self, bad_image: QuarantinedImage) -> None:
-        """An image that another rank could not use. It counts, and is part of the state; this rank's own stream meets
-        it by itself, at positions that do not depend on when this is called. Raises DataError above the limit."""
+        """Notes an image that another rank could not use. It counts, and is part of the state; this rank's own stream
+        meets it by itself, at positions that do not depend on when this is called. Raises DataError above the limit."""
         known = self._elsewhere.get(bad_image.image_index, bad_image.sample_position)
         self._elsewhere[bad_image.image_index] = min(known, bad_image.sample_position)
         self._batch_finalizer.check_limit(self._quarantined())
 
     def _quarantined(self) -> dict[int, int]:
-        """Image index → position, of all ranks as far as this one knows."""
+        """Returns image index → position, of all ranks as far as this one knows."""
         own, elsewhere = self._samples.quarantined, self._elsewhere
         return {k: min(known[k] for known in (own, elsewhere) if k in known) for k in elsewhere | own}
 
     def image_indices_at(self, position: int, count: int) -> list[int]:
-        """The images at `count` positions from `position` on, including replacements; -1 for none."""
+        """Returns the images at `count` positions from `position` on, including replacements; -1 for none."""
         return [self._samples.image_index_at(p) for p in range(position, position + count)]
 
     def stats(self) -> LoaderStats:
-        """A snapshot of what was done so far and what is being done."""
+        """Returns a snapshot of what was done so far and what is being done."""
         if self._pool is not None and self._failure is None:
             self._pool.collect()
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it
@@ -444,7 +444,7 @@ class Loader:
         return as_batch(tensors)
 
     def _end_interval(self, stage: str) -> None:
-        """What was done since the last interval was `stage`."""
+        """Notes that what was done since the last interval was `stage`."""
         self.last_wait.append((time.perf_counter(), stage))
 
     def _reclaim_buffers(self) -> None:
@@ -504,7 +504,7 @@ class Loader:
         return batch_task, tensors, ready
 
     def _autotune(self, pool: WorkerPool | ProcessPool) -> None:
-        """Once a second of training: measures, and applies what the autotuner decides."""
+        """Measures once a second of training, and applies what the autotuner decides."""
         if self._rate_meter is None:
             self._rate_meter = LoaderRateMeter(self.stats())  # the first batches are not representative
             return
@@ -517,5 +517,5 @@ class Loader:
 
 
 def choose_prefetch_depth(batch_size: int, workers: int) -> int:
-    """Batches ahead of training with which `workers` read ahead."""
+    """Returns how many batches ahead of training let `workers` read ahead."""
     return min(MAX_PREFETCH_DEPTH, max(MIN_PREFETCH_DEPTH, -(-(1 + MAX_READ_AHEAD) * workers // batch_size)))

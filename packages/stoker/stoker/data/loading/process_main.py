@@ -115,7 +115,7 @@ class _Stream:
             self._ring.write_counters(self._process, pool.total(), time.process_time())
 
     def _take_groups(self) -> None:
-        """A thread: takes groups while few of them are in progress here, and gives them to the workers."""
+        """Takes groups, in a thread, while few of them are in progress here, and gives them to the workers."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._outstanding < self._max_outstanding)
@@ -142,7 +142,7 @@ class _Stream:
         pool.submit_batch(task)
 
     def _finish_group(self, generation: int, task: BatchTask) -> None:
-        """Called by the worker that has loaded the last sample of a group."""
+        """Reports a group; the worker calls it that has loaded its last sample."""
         assert isinstance(task, _GroupTask)
         self.publish()
         special = {}
@@ -166,7 +166,7 @@ def _send_report(report_socket: socket.socket, *report: Any) -> None:
 
 
 def _picklable(error: BaseException, process: int) -> Any:
-    """The error with the traceback of this process as a note, as tracebacks cannot be sent."""
+    """Returns the error with the traceback of this process as a note, as tracebacks cannot be sent."""
     if isinstance(error, Exception) and not isinstance(error, OSError) and not hasattr(error, "what"):
         text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
         error.add_note(f"in worker process {process}:\n{text}")
@@ -178,7 +178,7 @@ def _picklable(error: BaseException, process: int) -> Any:
 
 
 def load_payload(fd: int) -> dict[str, Any]:
-    """What `processes.save_payload` wrote; its arrays stay in that memory, which all processes share."""
+    """Returns what `processes.save_payload` wrote; its arrays stay in that memory, which all processes share."""
     memory = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
     os.close(fd)
     num_buffers = int(np.frombuffer(memory, np.int64, 1)[0])
@@ -189,8 +189,8 @@ def load_payload(fd: int) -> dict[str, Any]:
 
 
 def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
-    """A bug in this process ends it with its traceback on stderr, a limit of the system with its name; the training
-    process then says that it ended."""
+    """Returns a bug in this process ends it with its traceback on stderr, a limit of the system with its name; the
+    training process then says that it ended."""
 
     def run(*arguments: Any) -> None:
         try:
@@ -204,7 +204,7 @@ def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
-    """A thread: does what the training process asks for, until it ends."""
+    """Does what the training process asks for, in a thread, until it ends."""
     control, control_socket = Connection(os.dup(control_fd)), socket.socket(fileno=control_fd)
     while True:
         try:
@@ -236,7 +236,7 @@ def _tend(streams: dict[int, _Stream]) -> None:
 
 
 def main(control_fd: int, process: int, parent: int) -> None:
-    """parent: process id of the training process, which may have ended already."""
+    """Runs a worker process. parent: the process id of the training process, which may have ended already."""
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     streams: dict[int, _Stream] = {}

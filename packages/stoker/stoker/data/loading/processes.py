@@ -67,7 +67,7 @@ main(*map(int, sys.argv[2:]))
 def choose_worker_processes(
     requested: int | Literal["auto"], *, is_cpu: bool, cores: int, is_remote: bool, jpeg_decoder: str
 ) -> tuple[int, str]:
-    """(number of worker processes, 0: threads of the training process; the reason)."""
+    """Returns (number of worker processes, 0: threads of the training process; the reason)."""
     if requested == 0:
         return 0, "--worker-processes 0"
     if sys.platform != "linux":
@@ -148,7 +148,7 @@ class WorkerProcesses:
             raise self.death_error(number) from None
 
     def death_error(self, number: int) -> StokerError:
-        """How process `number` ended."""
+        """Returns how process `number` ended."""
         child = self._children[number]
         location = f"process {number + 1} of {self.count} (pid {child.pid})"
         try:
@@ -164,8 +164,8 @@ class WorkerProcesses:
         return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
 
     def read_stacks(self, turn: int) -> list[Stack]:
-        """The stacks of loader threads that have arrived since the last call; asks the process whose turn it is for
-        another one. Does not wait, so a process that hangs has no newer ones. From one thread."""
+        """Returns the stacks of loader threads that have arrived since the last call; asks the process whose turn it is
+        for another one. Does not wait, so a process that hangs has no newer ones. From one thread."""
         arrived: list[Stack] = []
         number = turn % self.count
         for asked in sorted(self._asked_for_stacks):
@@ -186,7 +186,7 @@ class WorkerProcesses:
     def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
     ) -> "ProcessPool":
-        """The processes prepare for the samples of a loader, with memory for `num_slots` batches."""
+        """Returns the processes prepare for the samples of a loader, with memory for `num_slots` batches."""
         layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
         with self._lock:
             self._num_streams += 1
@@ -294,7 +294,7 @@ class ProcessPool:
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
 
     def total(self) -> Counters:
-        """The sum over all workers of all processes."""
+        """Returns the sum over all workers of all processes."""
         return self.ring.read_counters()
 
     def resize(self, workers: int) -> None:
@@ -426,8 +426,8 @@ def _close_pool(groups_fd: int, reports: socket.socket) -> None:
 
 
 def save_payload(payload: dict[str, Any]) -> int:
-    """A pickled object in memory that processes can map, its arrays apart, so that they need no copies. The number of
-    parts but one and (start, end) of each come first."""
+    """Returns a pickled object in memory that processes can map, its arrays apart, so that they need no copies. The
+    number of parts but one and (start, end) of each come first."""
     buffers: list[pickle.PickleBuffer] = []
     parts: list[Any] = [pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)]
     parts += [buffer.raw() for buffer in buffers]

@@ -13,14 +13,14 @@ from stoker.data.index import Index, boxes_of
 
 
 def class_fractions(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[C], the fraction of the images that have a box of each class, without crowd boxes."""
+    """Returns [C], the fraction of the images that have a box of each class, without crowd boxes."""
     image, label = _image_classes(index, image_indices)
     pairs = np.unique(np.stack([image, label]), axis=1)
     return np.bincount(pairs[1], minlength=len(index.class_names)) / max(1, len(image_indices))
 
 
 def repeat_factors(index: Index, image_indices: NDArray[np.int64], thresh: float) -> NDArray[np.float64]:
-    """[N], the factor of each image, 1 or more; 1 without boxes."""
+    """Returns [N], the factor of each image, 1 or more; 1 without boxes."""
     fractions = class_fractions(index, image_indices)
     of_class = np.sqrt(np.maximum(1.0, thresh / np.maximum(fractions, 1e-12)))
     factors = np.ones(len(image_indices))
@@ -40,7 +40,7 @@ def repeated_order(factors: NDArray[np.float64], seed: int, epoch: int) -> NDArr
 
 
 def _image_classes(index: Index, image_indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """(place in `image_indices`, label) of each box that is no crowd."""
+    """Returns (place in `image_indices`, label) of each box that is no crowd."""
     boxes, image = boxes_of(index, image_indices)
     keep = ~index.crowd[boxes]
     return image[keep], index.labels[boxes[keep]]

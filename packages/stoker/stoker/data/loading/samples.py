@@ -93,7 +93,7 @@ class LoaderSpec:
 
 
 def compute_max_boxes(index: Index, image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
-    """M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
+    """Returns M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
 
     With mosaics twice as many, because a mosaic shows a good half of each of four images. On BCCD a mosaic has up to 36
     boxes where an image has 14. All mosaics fit then; with room for the boxes of one image only 37 % would.
@@ -380,7 +380,7 @@ class SampleStream:
         self.annotate(task, [k])
 
     def _candidates(self, plan: SamplePlan, position: int) -> Iterator[SamplePlan]:
-        """The plan of a position, then those of its replacements, as far as the quarantine allows them."""
+        """Yields the plan of a position, then those of its replacements, as far as the quarantine allows them."""
         if self.is_usable(plan.image_index, position):
             yield plan
         tried = {plan.image_index}
@@ -403,8 +403,8 @@ class SampleStream:
     def _fit(
         self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]
     ) -> SamplePlan:
-        """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
-        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes."""
+        """Returns the plan for an image of a known size. With a cache the sample is made from the cached form: regions
+        are of its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes."""
         index, spec = self.index, self._spec
         first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
         if end - first > spec.max_boxes:
@@ -429,7 +429,7 @@ class SampleStream:
     def _boxes(
         self, first: int, end: int, original_size: tuple[int, int], source_size: tuple[int, int]
     ) -> list[list[float]]:
-        """Rows first … end - 1 of the boxes without crowds, in pixels of the source."""
+        """Returns rows first … end - 1 of the boxes without crowds, in pixels of the source."""
         boxes, crowd = self.index.boxes[first:end], self.index.crowd[first:end]
         if crowd.any():
             boxes = boxes[~crowd]
@@ -445,7 +445,7 @@ class SampleStream:
         return self.quarantined.get(image_index, position + 1) > position
 
     def image_index_at(self, position: int) -> int:
-        """The image that is used at a position, as far as the quarantine knows; -1 for none."""
+        """Returns the image that is used at a position, as far as the quarantine knows; -1 for none."""
         epoch, index_in_epoch = divmod(position, len(self))
         if epoch and not self.train:
             return -1
@@ -453,7 +453,7 @@ class SampleStream:
         return next((k for k in candidates if self.is_usable(k, position)), -1)
 
     def _replacements(self, position: int) -> Iterator[int]:
-        """Images for a position whose own image cannot be used, in the order in which they are tried."""
+        """Yields images for a position whose own image cannot be used, in the order in which they are tried."""
         if not self.train:
             return
         epoch, index_in_epoch = divmod(position, len(self))
@@ -462,7 +462,7 @@ class SampleStream:
             yield int(self.image_indices[int(u * len(self))])
 
     def is_cached(self, image_index: int) -> bool:
-        """Whether an image most likely comes from the cache, so that nothing need be fetched for it."""
+        """Returns whether an image most likely comes from the cache, so that nothing need be fetched for it."""
         return self._cache is not None and self._cache.contains(image_index)
 
     def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:

@@ -47,7 +47,7 @@ class Counters:
     """READ or DECODING, and since when."""
 
     def begin(self, stage: str) -> float:
-        """The worker begins READ or DECODING. Returns the time."""
+        """Returns the worker begins READ or DECODING. Returns the time."""
         start_s = time.perf_counter()
         self.current_stage = stage, start_s
         return start_s
@@ -61,7 +61,7 @@ COUNTER_FIELDS = tuple(field.name for field in dataclasses.fields(Counters) if f
 
 
 def sum_counters(per_worker: Iterable[Counters]) -> Counters:
-    """The sum, including stages that have not ended."""
+    """Returns the sum, including stages that have not ended."""
     total, now_s = Counters(), time.perf_counter()
     for counters in per_worker:
         total.add(counters)
@@ -104,8 +104,8 @@ Intervals = list[tuple[float, str]]
 def split_wait(
     start_s: float, end_s: float, before: Counters, after: Counters, *, workers: int, is_remote: bool
 ) -> Intervals:
-    """The wait from start_s to end_s as intervals of stages: FETCH and DECODE in the proportion in which the workers
-    read and decoded; QUEUE if they did neither.
+    """Returns the wait from start_s to end_s as intervals of stages: FETCH and DECODE in the proportion in which the
+    workers read and decoded; QUEUE if they did neither.
 
     before, after: the work of all workers up to start_s and end_s. is_remote: the workers get images whose bytes have
     arrived, so the time in which they have nothing to do is a wait for bytes.
@@ -120,7 +120,8 @@ def split_wait(
 
 
 def default_num_workers(cores: int, *, is_cpu: bool) -> int:
-    """Workers that an autotuned loader has first, and that may decode at a time. is_cpu: training needs the cores."""
+    """Returns how many workers an autotuned loader has first, and that may decode at a time. is_cpu: training needs the
+    cores."""
     return max(1, min(2 if is_cpu else MAX_WORKERS, cores))
 
 
@@ -193,7 +194,7 @@ class LoaderRateMeter:
         self.last_poll_s = time.perf_counter()
 
     def poll(self, stats: LoaderStats) -> LoaderRates:
-        """The rates since the last poll."""
+        """Returns the rates since the last poll."""
         now_s, last = time.perf_counter(), self._last_stats
         duration_s = max(1e-9, now_s - self.last_poll_s)
         read_s = max(0.0, stats.total.read_s - last.total.read_s)

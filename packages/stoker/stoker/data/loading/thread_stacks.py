@@ -15,8 +15,8 @@ LOADER_THREAD = "stoker-loader"
 
 
 def read_stacks(thread_ids: Iterable[int]) -> list[Stack]:
-    """The stack of each thread, empty for one that has ended. Costs some 20 µs for each. The frames are not kept: they
-    would keep the local variables of their functions."""
+    """Returns the stack of each thread, empty for one that has ended. Costs some 20 µs for each. The frames are not
+    kept: they would keep the local variables of their functions."""
     found: list[Stack] = []
     frames = sys._current_frames()
     for thread_id in thread_ids:
@@ -30,6 +30,6 @@ def read_stacks(thread_ids: Iterable[int]) -> list[Stack]:
 
 
 def next_loader_thread(turn: int) -> list[int]:
-    """The loader thread whose turn it is; empty: this process has none."""
+    """Returns the loader thread whose turn it is; empty: this process has none."""
     ids = [thread.ident for thread in threading.enumerate() if thread.name == LOADER_THREAD and thread.ident]
     return [ids[turn % len(ids)]] if ids else []

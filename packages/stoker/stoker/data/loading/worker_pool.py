@@ -45,7 +45,7 @@ DEFAULT_IMAGE_BYTES = 2**18
 
 
 def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[int]:
-    """The positions of a rank's batches, which start at first, first + stride, …; endless."""
+    """Yields the positions of a rank's batches, which start at first, first + stride, …; endless."""
     return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
@@ -82,7 +82,7 @@ class Prefetcher:
         self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
 
     def take(self, position: int) -> PendingRead | None:
-        """The request for a position's image; None where its bytes are local."""
+        """Returns the request for a position's image; None where its bytes are local."""
         while self._next_position <= position:
             self._request_next()
         request = self._requests.pop(position, None)
@@ -141,7 +141,7 @@ class Prefetcher:
             self._request_range(nearby)
 
     def _request_range(self, reads: list[_ImageRead]) -> None:
-        """One request for all of `reads`, which are sorted and of one object."""
+        """Makes one request for all of `reads`, which are sorted and of one object."""
         first, is_range = reads[0].start, reads[0].length is not None
 
         def on_done(future: "Future[bytes]") -> None:
@@ -166,7 +166,7 @@ class Prefetcher:
 
 
 def _merge_ranges(reads: list[_ImageRead]) -> Iterator[list[_ImageRead]]:
-    """Groups of ranges of the same object that are best read at once."""
+    """Yields groups of ranges of the same object that are best read at once."""
     group: list[_ImageRead] = []
     for read in sorted(reads, key=lambda read: (read.key, read.start)):
         if group and (
@@ -227,13 +227,13 @@ class WorkerPool:
         _POOLS.add(self)
 
     def total(self) -> Counters:
-        """The sum over all workers, also over those that have exited."""
+        """Returns the sum over all workers, also over those that have exited."""
         with self._tasks_changed:
             per_worker = [self._exited_counters, self._device_counters, *self._threads.values()]
         return sum_counters(per_worker)
 
     def collect(self) -> None:
-        """Nothing: the workers write their results into the tasks themselves."""
+        """Does nothing: the workers write their results into the tasks themselves."""
 
     def wait(self, batch_task: BatchTask) -> None:
         """Returns when a batch is loaded or the pool was stopped."""
@@ -302,7 +302,7 @@ class WorkerPool:
             return heapq.heappop(self._tasks)
 
     def _spare_task(self) -> SampleTask | None:
-        """One more task for a worker that has some, where the queue is long enough for the other workers."""
+        """Returns one more task for a worker that has some, where the queue is long enough for the other workers."""
         with self._tasks_lock:  # not the condition, whose `with` is Python code
             if self.stopped or len(self._tasks) < len(self._threads):
                 return None
@@ -322,7 +322,7 @@ class WorkerPool:
                     pass
 
     def _advance(self, task: SampleTask, steps: Iterator[None]) -> bool:
-        """Takes a step of a sample. Whether it was the last."""
+        """Takes a step of a sample. Returns whether it was the last."""
         batch_task = task.batch_task
         try:
             next(steps)
@@ -351,7 +351,7 @@ class WorkerPool:
             self._on_batch_loaded(batch_task)
 
     def _run_device_decoder(self, decode_on_device: Callable[[BatchTask, Counters], None]) -> None:
-        """The thread of the device decoder: one batch after the other, once its samples are loaded."""
+        """Decodes one batch after the other on the device, in a thread, once its samples are loaded."""
         while True:
             with self.batch_done:
                 self.batch_done.wait_for(
@@ -392,7 +392,7 @@ _POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_pools() -> None:
-    """A thread that returns from OpenCV while the interpreter shuts down would abort the process."""
+    """Ends the threads first: one that returns from OpenCV while the interpreter shuts down would abort the process."""
     pools = list(_POOLS)
     for pool in pools:
         pool.stop()

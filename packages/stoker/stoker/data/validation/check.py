@@ -98,7 +98,7 @@ class DatasetCheck(msgspec.Struct, frozen=True, kw_only=True):
         return worst_first(problem_finding(problem) for problem in by_action)
 
     def as_dict(self) -> dict[str, Any]:
-        """The output of `stoker data check --json`."""
+        """Returns the output of `stoker data check --json`."""
         items = [
             {"kind": problem.kind}
             | msgspec.structs.asdict(problem.row)
@@ -114,7 +114,7 @@ class DatasetCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problem_finding(problem: Problem) -> Finding:
-    """The problems of one kind, with the places of the first of them."""
+    """Returns the problems of one kind, with the places of the first of them."""
     row, places = problem.row, [Evidence(text=text) for text in problem.examples[:MAX_SHOWN_EXAMPLES]]
     if problem.count > len(places):
         places.append(Evidence(text=f"… and {problem.count - len(places):,} more"))
@@ -222,7 +222,7 @@ def _report_unlisted(index: Index, problems: ProblemCollector) -> None:
 
 
 def _num_workers(root: Path) -> int:
-    """The cores; many more for images in a bucket, since reading them is mostly waiting."""
+    """Returns the cores; many more for images in a bucket, since reading them is mostly waiting."""
     return max(host_cores(), REMOTE_IO_WORKERS) if image_source.path_to_uri(root) else host_cores()
 
 
@@ -275,7 +275,7 @@ def check_shards(folder: Path, problems: ProblemCollector, *, read: bool, worker
 
 
 def _compare(folder: Path, shard: Shard) -> str:
-    """What is wrong with the content of a shard of the right size; empty if nothing is."""
+    """Returns what is wrong with the content of a shard of the right size; empty if nothing is."""
     path, digest = folder / shard.name, hashlib.sha256()
     remote_object = image_source.find_remote(path)
     try:
@@ -384,7 +384,7 @@ def _decode(data: bytes, header: Header, path: Path, thread_state: threading.loc
 def _image_warnings(
     data: bytes, header: Header, annotated_size: tuple[int, int], path: Path
 ) -> Iterator[tuple[str, str]]:
-    """(kind, details) of what an image that can be used has. annotated_size: height and width."""
+    """Yields (kind, details) of what an image that can be used has. annotated_size: height and width."""
     if header.is_orientation_ambiguous(annotated_size):
         yield "ambiguous-rotation", f"EXIF orientation {header.orientation}"
     elif header.orientation != 1:
@@ -403,7 +403,7 @@ def _image_warnings(
 
 
 def _mode(data: bytes, header: Header) -> str:
-    """Channels as Pillow names them, followed by ";16" where they have 16 bits; "" when not known."""
+    """Returns channels as Pillow names them, followed by ";16" where they have 16 bits; "" when not known."""
     if header.image_format == "jpeg":
         return {1: "L", 4: "CMYK"}.get(header.channels, "RGB")
     if header.image_format == "png":
@@ -433,5 +433,5 @@ def _report_duplicates(index: Index, indices_by_digest: dict[bytes, list[int]], 
 
 
 def _relative_path(index: Index, image_index: int) -> str:
-    """The file of an image relative to the root of the data set."""
+    """Returns the file of an image relative to the root of the data set."""
     return os.path.relpath(index.path(image_index), index.root)

@@ -55,8 +55,8 @@ class SplitOptions:
 
 
 def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> AnnotationTable:
-    """The data set with these classes only, in this order: boxes of others are left out, their images stay. Empty: all.
-    Raises UsageError for a class that the data set does not have, or that is named twice."""
+    """Returns the data set with these classes only, in this order: boxes of others are left out, their images stay.
+    Empty: all. Raises UsageError for a class that the data set does not have, or that is named twice."""
     if not classes:
         return table
     for position, name in enumerate(classes):
@@ -83,7 +83,7 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
 
 
 def _keep_boxes(table: AnnotationTable, keep: NDArray[np.bool_]) -> AnnotationTable:
-    """The table with some of its boxes. keep: [K]."""
+    """Returns the table with some of its boxes. keep: [K]."""
     columns = ("image_index", "boxes", "labels", "crowd", "area", "box_id")
     return replace(table, **{name: getattr(table, name)[keep] for name in columns})
 
@@ -147,7 +147,7 @@ def drop_images_without_boxes_left(
 
 
 def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> AnnotationTable:
-    """The table without some images and their boxes. is_dropped: [R]."""
+    """Returns the table without some images and their boxes. is_dropped: [R]."""
     if not is_dropped.any():
         return table
     keep = ~is_dropped
@@ -179,7 +179,7 @@ def drop_missing_images(
 
 
 def draws_split(table: AnnotationTable) -> bool:
-    """Whether stoker draws the validation split itself: the source has none, and images to draw from."""
+    """Returns whether stoker draws the validation split itself: the source has none, and images to draw from."""
     present_splits = set(table.split.tolist())
     return VAL not in present_splits and not present_splits.isdisjoint((TRAIN, UNASSIGNED))
 
@@ -187,7 +187,7 @@ def draws_split(table: AnnotationTable) -> bool:
 def _report_boxes(
     table: AnnotationTable, box_kind: NDArray[np.int64], kind_names: tuple[str, ...], problems: ProblemCollector
 ) -> None:
-    """box_kind: [K], index into `kind_names`, -1 for none. Counts each kind and describes as many as are kept."""
+    """Counts each kind and describes as many as are kept. box_kind: [K], index into `kind_names`, -1 for none."""
     for kind_index, name in enumerate(kind_names):
         boxes = np.flatnonzero(box_kind == kind_index).tolist()
         num_described = min(len(boxes), max(1, problems.remaining_examples(name)))
@@ -198,8 +198,8 @@ def _report_boxes(
 
 
 def _find_duplicates(table: AnnotationTable, xyxy: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[K], whether an equal box of the same image and class comes before this one. Hashes find the few candidates, in
-    0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that."""
+    """Returns [K], whether an equal box of the same image and class comes before this one. Hashes find the few
+    candidates, in 0.1 s for COCO's 860,001 boxes; a sort by all six columns takes ten times that."""
     bits = (xyxy + np.float32(0)).view(np.uint32).astype(np.uint64)  # turns -0 into 0
     multipliers = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
     hashes = (bits * multipliers).sum(1) + table.labels.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
@@ -259,7 +259,7 @@ def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTa
 def _choose_val_images(
     table: AnnotationTable, image_indices: NDArray[np.int64], options: SplitOptions
 ) -> NDArray[np.bool_]:
-    """[N], which of some images are held out for validation."""
+    """Returns [N], which of some images are held out for validation."""
     names = [table.file_names[image_index] for image_index in image_indices.tolist()]
     position = np.full(len(table.file_names), -1, np.int64)
     position[image_indices] = np.arange(len(image_indices))
@@ -271,8 +271,8 @@ def _choose_val_images(
 def _hold_out(
     names: list[str], box_position: NDArray[np.int64], labels: NDArray[np.int32], options: SplitOptions
 ) -> NDArray[np.bool_]:
-    """[N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split without
-    boxes is useless), else among all. box_position, labels: [K], image and class of each box."""
+    """Returns [N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split
+    without boxes is useless), else among all. box_position, labels: [K], image and class of each box."""
     has_boxes = np.bincount(box_position, minlength=len(names)) > 0
     is_val: NDArray[np.bool_]
     if options.method == "hash":
@@ -334,7 +334,7 @@ def assign_listed_splits(
 
 
 def _as_listed(line: str, known: Container[str]) -> str:
-    """The path of a line, also of a list from Windows."""
+    """Returns the path of a line, also of a list from Windows."""
     path = os.path.normpath(line)
     return path if path in known or "\\" not in line else os.path.normpath(line.replace("\\", "/"))
 
@@ -373,7 +373,7 @@ def _check_splits(table: AnnotationTable, problems: ProblemCollector) -> None:
 def _check_classes(
     class_names: list[str], labels: NDArray[np.int32], box_split: NDArray[np.int8], problems: ProblemCollector
 ) -> None:
-    """labels, box_split: [K], without crowd boxes."""
+    """Finds similar, unused and absent classes. labels, box_split: [K], without crowd boxes."""
     names_by_key: dict[str, list[str]] = {}
     for name in class_names:
         names_by_key.setdefault(" ".join(name.split()).casefold(), []).append(name)
@@ -412,7 +412,7 @@ def stratify(
     seed: int = 0,
     groups: Sequence[int] | None = None,
 ) -> NDArray[np.int8]:
-    """[R], the split of each image: an index into `fractions`, which add up to 1.
+    """Returns [R], the split of each image: an index into `fractions`, which add up to 1.
 
     image_index, labels: [K], image and class of each box. names: [R]. groups: [R], images with the same number get the
     same split. Images without boxes are a class of their own. A run does not store its split: for the same names,

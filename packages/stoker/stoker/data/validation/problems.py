@@ -94,7 +94,7 @@ class ProblemCollector:
     _examples: dict[str, list[str]] = field(default_factory=dict)
 
     def remaining_examples(self, kind: str) -> int:
-        """How many more examples of a kind are kept."""
+        """Returns how many more examples of a kind are kept."""
         return self.max_examples - len(self._examples.get(kind, ()))
 
     def add(self, kind: str, example: str, count: int = 1) -> None:
@@ -111,11 +111,11 @@ class ProblemCollector:
         self._examples.clear()
 
     def num_bad_images(self) -> int:
-        """Images that `--max-bad-fraction` limits."""
+        """Returns images that `--max-bad-fraction` limits."""
         return sum(problem.count for problem in self.summarize(0) if problem.is_bad_image)
 
     def summarize(self, max_examples: int | None = None) -> tuple[Problem, ...]:
-        """In the order of the table, each with at most `max_examples` examples."""
+        """Returns the problems in the order of the table, each with at most `max_examples` examples."""
         return tuple(
             Problem(k, self._counts[k], tuple(self._examples[k][:max_examples]))
             for k in PROBLEM_KINDS
@@ -123,7 +123,7 @@ class ProblemCollector:
         )
 
     def describe(self) -> str | None:
-        """All kinds, each with its first example, for the cause of an error; None if there are none."""
+        """Returns all kinds, each with its first example, for the cause of an error; None if there are none."""
         return "; ".join(f"{p.count:,} × {p.title}: {p.examples[0]}" for p in self.summarize()) or None
 
 
@@ -133,7 +133,7 @@ def max_bad_images(max_bad_fraction: float, num_images: int) -> int:
 
 
 def count_of_all(count: int, total: int, noun: str) -> str:
-    """A part as people read it: "28 of 405 images (7 %)"."""
+    """Returns a part as people read it: "28 of 405 images (7 %)"."""
     percent = 100 * count / max(1, total)
     digits = 0 if percent >= 1 or count == 0 else 2
     return f"{count:,} of {total:,} {noun} ({percent:.{digits}f} %)"

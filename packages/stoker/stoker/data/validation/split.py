@@ -137,8 +137,8 @@ def _count(index: Index, image_indices: NDArray[np.int64]) -> SplitCount:
 
 
 def group_by_name(names: list[str], pattern: str) -> list[int]:
-    """A group number for each name: the same where the pattern matches the same text. Raises UsageError if it is not a
-    pattern, or if it matches no name."""
+    """Returns a group number for each name: the same where the pattern matches the same text. Raises UsageError if it
+    is not a pattern, or if it matches no name."""
     try:
         regex = re.compile(pattern)
     except re.error as error:
@@ -159,7 +159,7 @@ def group_by_name(names: list[str], pattern: str) -> list[int]:
 def group_near_duplicates(
     index: Index, image_indices: NDArray[np.int64], *, workers: int, progress: Progress
 ) -> tuple[list[int], int]:
-    """A group number for each of some images, the same for near-duplicates; and how many cannot be decoded."""
+    """Returns a group number for each of some images, the same for near-duplicates; and how many cannot be decoded."""
 
     def hash_of(image_index: int) -> NDArray[np.bool_] | None:
         try:

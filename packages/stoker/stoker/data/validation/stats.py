@@ -164,7 +164,7 @@ class ModelInput:
 
 
 def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: str | None = None) -> DatasetStats:
-    """The statistics of an index, or of one of its splits. Raises DataError when there is no such split."""
+    """Returns the statistics of an index, or of one of its splits. Raises DataError when there is no such split."""
     splits = index.splits if split is None else (split,)
     image_indices = np.concatenate([index.image_indices(name) for name in splits])
     sizes = _original_sizes(index, image_indices)
@@ -233,8 +233,8 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
 
 
 def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 [R, 2], height and width as displayed; read from the image headers where the annotations have none, 0 where
-    these cannot be read: `data check` reports the problem."""
+    """Returns int32 [R, 2], height and width as displayed; read from the image headers where the annotations have none,
+    0 where these cannot be read: `data check` reports the problem."""
     unknown = image_indices[(index.original_size[image_indices] <= 0).any(1)]
     if not len(unknown):
         return index.original_size
@@ -280,7 +280,7 @@ def _class_stats(index: Index, splits: Sequence[str]) -> list[ClassCounts]:
 
 
 def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
-    """Empty bins at both ends are left out."""
+    """Leaves out empty bins at both ends."""
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
     nonempty = np.flatnonzero(counts)
     first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
@@ -295,7 +295,7 @@ def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
 
 
 def _log_bins(low: float, high: float) -> FloatArray:
-    """Edges from low to high, four bins per factor of two."""
+    """Returns edges from low to high, four bins per factor of two."""
     return low * 2.0 ** (np.arange(round(np.log2(high / low)) * 4 + 1) / 4)
 
 

@@ -50,8 +50,8 @@ def suggest(
     latency_ms: Callable[[tuple[int, int]], float] | None = None,
     max_latency_ms: float | None = None,
 ) -> list[Suggestion]:
-    """Of the training split. settings: of the model and its input, by name; those that the model does not have are
-    absent or None. latency_ms: measures one prediction at an image size (height, width)."""
+    """Suggests from the training split. settings: of the model and its input, by name; those that the model does not
+    have are absent or None. latency_ms: measures one prediction at an image size (height, width)."""
     images = index.image_indices("train")
     image_size = settings["image_size"]
     boxes = box_dimensions(index, images, image_size, settings["resize"])
@@ -96,7 +96,7 @@ def _thresholds(wh: FloatArray, anchors: AnchorConfig, settings: Mapping[str, An
 def _focal(
     wh: FloatArray, image_size: tuple[int, int], num_images: int, anchors: AnchorConfig, settings: Mapping[str, Any]
 ) -> Suggestion | None:
-    """Gamma grows with the logarithm of the imbalance: 2 where it is the paper's."""
+    """Suggests a gamma that grows with the logarithm of the imbalance: 2 where it is the paper's."""
     positives, total = 0.0, 0.0
     per_level = len(anchors.scales) * len(anchors.ratios)
     shapes = anchors.anchor_wh()
@@ -159,8 +159,8 @@ def _image_size(
     latency_ms: Callable[[tuple[int, int]], float] | None,
     max_latency_ms: float | None,
 ) -> Suggestion | None:
-    """A larger input where many boxes are smaller than the finest stride, up to the size of the images, within the
-    limit of the latency."""
+    """Returns a larger input where many boxes are smaller than the finest stride, up to the size of the images, within
+    the limit of the latency."""
     sides = np.sqrt(wh.prod(1))
     room = max(1.0, float(np.sqrt(original_wh.prod(1).sum() / wh.prod(1).sum())))
     before = float((sides < MIN_BOX_PX).mean())
