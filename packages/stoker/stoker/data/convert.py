@@ -41,8 +41,6 @@ _UNUSABLE_CHARS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\\\\/]"
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult:
-    """What was written and what was skipped."""
-
     folder: Path
     num_images: dict[str, int]
     """Per split."""

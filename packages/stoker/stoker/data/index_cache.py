@@ -164,7 +164,6 @@ def write_index(
 
 
 def box_columns(table: AnnotationTable) -> list[pa.Array]:
-    """Returns the columns of BOX_FIELDS."""
     counts = np.bincount(table.image_index, minlength=len(table.file_names))
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
     boxes = _fixed_size_lists(table.boxes.astype(np.float32))
@@ -173,7 +172,6 @@ def box_columns(table: AnnotationTable) -> list[pa.Array]:
 
 
 def encode_columns(columns: Sequence[pa.Array], schema: pa.Schema) -> memoryview:
-    """Returns an Arrow file with one record batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.record_batch(list(columns), schema=schema))
@@ -268,7 +266,6 @@ def _size_and_mtime_ns(path: Path) -> tuple[int, int]:
 
 
 def in_range(values: NDArray[np.generic], count: int) -> bool:
-    """Returns whether all are indices of so many items."""
     return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
 
 

@@ -82,8 +82,6 @@ class PackPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedRow(msgspec.Struct, frozen=True, array_like=True):
-    """An image in a shard."""
-
     row: int
     offset: int
     length: int
@@ -93,8 +91,6 @@ class PackedRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a finished shard."""
-
     shard: Shard
     images: tuple[PackedRow, ...]
     skipped: tuple[tuple[int, str], ...]
@@ -117,7 +113,6 @@ class PackResult:
 
     @property
     def num_images(self) -> dict[str, int]:
-        """Per split."""
         counts: dict[str, int] = {}
         for shard in self.info.shards:
             counts[shard.split] = counts.get(shard.split, 0) + shard.num_images
@@ -389,7 +384,7 @@ def _annotations(index: Index, packed: PackedRow, category_ids: Sequence[int]) -
 
 
 def _utf8(name: str) -> str:
-    """Returns a file name may have bytes that are not Unicode, which JSON and Arrow cannot hold."""
+    """Replaces bytes of a file name that are not Unicode, which JSON and Arrow cannot hold."""
     return name.encode("utf-8", "replace").decode()
 
 

@@ -65,12 +65,9 @@ _T = TypeVar("_T")
 
 
 class ResolvedDataset(NamedTuple):
-    """The local path that stands for a URI."""
-
     path: Path
     """A folder, an annotation file, or a pattern of such files, in the mirror."""
     root: Path
-    """The mirror."""
     notes: tuple[str, ...] = ()
     """Differences between the mirror and the bucket, in words."""
 

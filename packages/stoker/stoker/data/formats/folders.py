@@ -72,7 +72,6 @@ def file_part(file: Path, split: str | None = None, image_dirs: Iterable[Path] =
 
 
 def unique(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """Returns paths in order of appearance."""
     return tuple(dict.fromkeys(paths))
 
 

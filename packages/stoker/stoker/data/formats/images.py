@@ -259,7 +259,6 @@ class ImageLocator:
         return Path(os.path.normpath(base_dirs[0] / head)) if is_local else own_dir or self._default_dir, name
 
     def split_from_folder(self, folder: Path) -> str | None:
-        """Returns the split in the path of a folder below the root."""
         inside = folder.relative_to(self._root).parts if folder.is_relative_to(self._root) else ()
         return next((split for part in inside if (split := SPLIT_BY_NAME.get(part.lower()))), None)
 
@@ -327,7 +326,6 @@ def _find_outside(table: AnnotationTable, root: Path, own_dirs: list[str]) -> di
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
-    """Returns whether a path is one of some folders, or in one."""
     return any(path == folder or path.startswith(os.path.join(folder, "")) for folder in folders)
 
 
@@ -339,8 +337,6 @@ Content = TypeVar("Content")
 
 
 class ImageFile(NamedTuple):
-    """An image of the data set."""
-
     folder: Path
     name: str
     split: int
@@ -350,8 +346,6 @@ class ImageFile(NamedTuple):
 
 
 class Box(NamedTuple):
-    """An annotated box."""
-
     image_index: int
     label: int | str
     """Index of the class, or its name."""

@@ -30,7 +30,6 @@ UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{6,10}-")
 
 
 def is_label_studio(head: bytes) -> bool:
-    """Returns whether a file begins like Label Studio's."""
     has_results = b'"result"' in head and (b'"annotations"' in head or b'"completions"' in head)
     return head.startswith(b"[") and (has_results or any(b'"%s"' % key.encode() in head for key in LABEL_KEYS[:3]))
 

@@ -45,7 +45,6 @@ def recognize(folder: Path) -> DatasetLayout | None:
 
 
 def is_labelme(head: bytes) -> bool:
-    """Returns whether a file begins like LabelMe's."""
     has_shapes = re.search(rb'"shapes"\s*:\s*\[', head) is not None
     has_points = any(key in head for key in (b'"imagePath"', b'"shape_type"', b'"points"'))
     return head.startswith(b"{") and ((has_shapes and has_points) or re.search(rb'"imageData"\s*:', head) is not None)

@@ -110,8 +110,6 @@ MAX_ANNOTATION_BYTES = 1 << 26
 
 @dataclass
 class ShardSamples:
-    """What was read from one shard."""
-
     path: Path
     split: int
     images: list[ImageFile] = field(default_factory=list)

@@ -143,13 +143,10 @@ def group_by_folder(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AnnotatedImage:
-    """An image with its boxes."""
-
     split: str
     name: str
     """File name without a folder. No other image of the new data set has its stem, in any case."""
     data: bytes
-    """The encoded image."""
     image_format: str
     """One of `headers.KINDS`."""
     size: tuple[int, int]
@@ -163,8 +160,6 @@ class AnnotatedImage:
 
 
 class Target(NamedTuple):
-    """What a writer is to write."""
-
     folder: Path
     """Exists and is empty."""
     class_names: tuple[str, ...]
@@ -233,7 +228,6 @@ def exact_extent(low: int | float, high: np.float32) -> int | float:
 
 
 def bound_points(points: Sequence[Sequence[float]]) -> XYXY:
-    """Returns the box around points (x, y)."""
     xs, ys = [point[0] for point in points], [point[1] for point in points]
     return min(xs), min(ys), max(xs), max(ys)
 

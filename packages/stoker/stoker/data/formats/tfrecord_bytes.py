@@ -110,7 +110,6 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
 
 
 def write_record(file: BinaryIO, data: bytes) -> None:
-    """Appends a record. Raises OSError."""
     length = len(data).to_bytes(8, "little")
     file.write(b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data)))))
 
@@ -187,8 +186,6 @@ class MalformedExample(ValueError):
 
 
 class Example:
-    """The features of a tf.train.Example."""
-
     def __init__(self, record: bytes) -> None:
         """Raises MalformedExample."""
         from google.protobuf.message import DecodeError

@@ -28,7 +28,6 @@ CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
 
 
 def is_via(head: bytes) -> bool:
-    """Returns whether a file begins like VIA's."""
     return _HEAD.search(head) is not None
 
 

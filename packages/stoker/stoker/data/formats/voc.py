@@ -81,7 +81,6 @@ def _has_xml(folder: Path) -> bool:
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
-    """Returns the subfolder that contains the XML files."""
     directory = next(filter(_has_xml, folders.named_subdirs(folder, folders.ANNOTATION_DIRS)), None)
     if directory is None:
         return None
@@ -192,7 +191,6 @@ def _make_finder(annotations: Path) -> Callable[[str], Path | None]:
 
 
 def _read_list(image_list: Path) -> list[tuple[int, str]]:
-    """Returns (line, text) of the lines of a list that are not empty."""
     text = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape")
     return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 

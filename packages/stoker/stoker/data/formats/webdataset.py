@@ -272,8 +272,6 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PackedInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The index besides its columns."""
-
     version: int
     plan: str
     """Identifies source and settings: `packing.PackPlan.id`."""

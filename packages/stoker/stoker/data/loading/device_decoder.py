@@ -188,8 +188,8 @@ def unavailable_reason(device: Device) -> str | None:
 
 
 def choose_decoder(host_per_s: float, step_per_s: float, device_fraction: float) -> tuple[JpegDecoder, str]:
-    """Returns the device decodes where the cores cannot keep up with the steps; and the reason. Images per second: that
-    the cores decode, and that the steps take. device_fraction: of the images, that the device can decode."""
+    """Lets the device decode where the cores cannot keep up with the steps, and says the reason. Images per second:
+    that the cores decode, and that the steps take. device_fraction: of the images, that the device can decode."""
     summary = f"the cores decode {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
     if MIN_SPEEDUP * host_per_s >= step_per_s:
         return "cpu", summary

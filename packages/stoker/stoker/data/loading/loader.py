@@ -61,7 +61,6 @@ class QuarantinedImage(NamedTuple):
 
     image_index: int
     source: str
-    """Path or URI of the image."""
     error: str
     sample_position: int
     """Position in the stream from which on the image is not used."""
@@ -293,7 +292,6 @@ class Loader:
         return [self._samples.image_index_at(p) for p in range(position, position + count)]
 
     def stats(self) -> LoaderStats:
-        """Returns a snapshot of what was done so far and what is being done."""
         if self._pool is not None and self._failure is None:
             self._pool.collect()
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it

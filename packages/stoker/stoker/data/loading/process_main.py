@@ -47,8 +47,6 @@ class _GroupTask(BatchTask):
 
 
 class _Stream:
-    """A loader's stream in this process."""
-
     def __init__(self, process: int, fds: list[int], payload: dict[str, Any], layout: RingLayout) -> None:
         """fds: the ring's memory, the pipe of groups, the socket for reports, and the cache's file, if it has one."""
         memory_fd, self._groups_fd, report_fd, *cache_fd = fds
@@ -189,7 +187,7 @@ def load_payload(fd: int) -> dict[str, Any]:
 
 
 def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a bug in this process ends it with its traceback on stderr, a limit of the system with its name; the
+    """Makes a bug in this process end it with its traceback on stderr, a limit of the system with its name; the
     training process then says that it ended."""
 
     def run(*arguments: Any) -> None:

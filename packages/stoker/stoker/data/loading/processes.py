@@ -148,7 +148,6 @@ class WorkerProcesses:
             raise self.death_error(number) from None
 
     def death_error(self, number: int) -> StokerError:
-        """Returns how process `number` ended."""
         child = self._children[number]
         location = f"process {number + 1} of {self.count} (pid {child.pid})"
         try:
@@ -186,7 +185,7 @@ class WorkerProcesses:
     def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
     ) -> "ProcessPool":
-        """Returns the processes prepare for the samples of a loader, with memory for `num_slots` batches."""
+        """Lets the processes prepare for the samples of a loader, with memory for `num_slots` batches."""
         layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
         with self._lock:
             self._num_streams += 1
@@ -294,7 +293,6 @@ class ProcessPool:
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
 
     def total(self) -> Counters:
-        """Returns the sum over all workers of all processes."""
         return self.ring.read_counters()
 
     def resize(self, workers: int) -> None:

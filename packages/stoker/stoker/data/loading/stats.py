@@ -47,7 +47,7 @@ class Counters:
     """READ or DECODING, and since when."""
 
     def begin(self, stage: str) -> float:
-        """Returns the worker begins READ or DECODING. Returns the time."""
+        """Begins READ or DECODING. Returns the time."""
         start_s = time.perf_counter()
         self.current_stage = stage, start_s
         return start_s
@@ -79,14 +79,12 @@ class LoaderStats:
     """What a loader has done since it was made, and what it is doing."""
 
     total: Counters
-    """The sum over the workers."""
     loading: int
     """Samples of batch buffers that are not loaded yet."""
     ready: int
     """Samples that wait for the caller, including those of an incomplete batch."""
     workers: int
     prefetch_depth: int
-    """Batches that are decoded ahead."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
     requested: int = 0
@@ -136,7 +134,6 @@ class LoaderRates:
     read_fraction: float
     """Of the rest, they read; else they decoded."""
     decoded_per_s: float
-    """Images decoded per second."""
 
 
 class LoaderAutotuner:
@@ -194,7 +191,6 @@ class LoaderRateMeter:
         self.last_poll_s = time.perf_counter()
 
     def poll(self, stats: LoaderStats) -> LoaderRates:
-        """Returns the rates since the last poll."""
         now_s, last = time.perf_counter(), self._last_stats
         duration_s = max(1e-9, now_s - self.last_poll_s)
         read_s = max(0.0, stats.total.read_s - last.total.read_s)

@@ -50,8 +50,6 @@ def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[in
 
 
 class _ImageRead(NamedTuple):
-    """An image that is to be read."""
-
     store: "Store"
     key: str
     start: int
@@ -188,7 +186,6 @@ class SampleTask(NamedTuple):
     position: int
     batch_task: BatchTask
     k: int
-    """Its place in the batch."""
     pending_read: PendingRead | None
 
 

@@ -370,7 +370,6 @@ def _classify_error(error: DataError, data: bytes) -> str:
 
 
 def _decode(data: bytes, header: Header, path: Path, thread_state: threading.local) -> None:
-    """Decodes an image and discards the pixels."""
     height, width = header.size
     shrink = DECODE_SHRINK.get(header.image_format, 2)
     shape = max(1, height // shrink), max(1, width // shrink), 3
@@ -433,5 +432,4 @@ def _report_duplicates(index: Index, indices_by_digest: dict[bytes, list[int]], 
 
 
 def _relative_path(index: Index, image_index: int) -> str:
-    """Returns the file of an image relative to the root of the data set."""
     return os.path.relpath(index.path(image_index), index.root)

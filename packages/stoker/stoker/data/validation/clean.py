@@ -334,7 +334,6 @@ def assign_listed_splits(
 
 
 def _as_listed(line: str, known: Container[str]) -> str:
-    """Returns the path of a line, also of a list from Windows."""
     path = os.path.normpath(line)
     return path if path in known or "\\" not in line else os.path.normpath(line.replace("\\", "/"))
 

@@ -26,8 +26,6 @@ MAX_EXAMPLES = 5
 
 
 class ProblemKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A kind of problem."""
-
     title: str
     """Follows a count: "3 boxes: zero size"."""
     unit: Literal["box", "image", "class", "file", "split"]
@@ -66,7 +64,6 @@ class Problem:
 
     @property
     def fix(self) -> str:
-        """What the user can do."""
         return self.own_fix or self.row.fix
 
     @property

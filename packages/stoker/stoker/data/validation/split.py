@@ -40,19 +40,14 @@ Progress = Callable[[int, int], None]
 
 
 class SplitCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Images and boxes of a new split."""
-
     num_images: int
     num_boxes: int
     boxes_by_class: dict[str, int]
 
 
 class NewSplits(msgspec.Struct, frozen=True, kw_only=True):
-    """What `make_splits` wrote."""
-
     splits: dict[str, SplitCount]
     files: dict[str, str]
-    """Split → its list."""
     num_images: int
     num_groups: int
     """Groups of at least two images that stay together."""

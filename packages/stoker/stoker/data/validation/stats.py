@@ -50,7 +50,6 @@ class Distribution(msgspec.Struct, kw_only=True):
     edges: list[float]
     """n + 1, ascending; the first and the last bin include values outside of the edges."""
     counts: list[int]
-    """n."""
 
 
 class SplitStats(msgspec.Struct, kw_only=True):
@@ -101,11 +100,9 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     format: str
     splits: list[SplitStats]
     classes: list[ClassCounts]
-    """In the data set's order."""
     image_sizes: list[ImageSizeCount]
     """The most common ones, the most common first."""
     num_image_sizes: int
-    """Number of different sizes."""
     num_unknown_sizes: int
     """Images whose size is neither in the annotations nor in a readable header."""
     sqrt_image_area: Distribution
@@ -127,7 +124,6 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     """Height and width."""
     image_size_reason: str
     model: str
-    """The model that is compared."""
     anchors: list[AnchorCoverage]
     """The model's default first, then the recommended anchors if they differ; empty for a model without anchors."""
     anchors_note: str

@@ -31,8 +31,6 @@ SCALES = (0.5, 0.625, 0.75, 1.0, 1.25, 1.5, 2.0)
 
 
 class Suggestion(msgspec.Struct, kw_only=True):
-    """Settings to try, by name."""
-
     lever: str
     """Of `stoker tune`."""
     changes: dict[str, Any]
@@ -159,7 +157,7 @@ def _image_size(
     latency_ms: Callable[[tuple[int, int]], float] | None,
     max_latency_ms: float | None,
 ) -> Suggestion | None:
-    """Returns a larger input where many boxes are smaller than the finest stride, up to the size of the images, within
+    """Suggests a larger input where many boxes are smaller than the finest stride, up to the size of the images, within
     the limit of the latency."""
     sides = np.sqrt(wh.prod(1))
     room = max(1.0, float(np.sqrt(original_wh.prod(1).sum() / wh.prod(1).sum())))
