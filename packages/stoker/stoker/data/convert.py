@@ -6,6 +6,7 @@ valid header are not noticed here, but by `stoker data check`. Not here: the for
 (`packing.py`). Formats that stoker does not read are converted by Datumaro: `convert_via_datumaro`.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -71,17 +72,8 @@ def convert(
         raise make_error(UsageError, "wrong-number-of-shards", choices=["1 or more, with --to tfrecord"], shards=shards)
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
-    target, partial = _create_partial_dir(out)
-    fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
-    try:
-        with writing("The new data set cannot be written.", partial, fix=fix):
-            result = _write(index, partial, out, to, shards, hardlink, progress)
-            (partial / PARTIAL_MARKER).unlink()
-            partial.rename(target)
-            fsync_folder(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return result
+    with _new_folder(out) as partial:
+        return _write(index, partial, out, to, shards, hardlink, progress)
 
 
 DATUMARO = "datumaro>=1.10,<2"
@@ -99,8 +91,7 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
         raise make_error(UsageError, "no-uv", str(source), requirement=DATUMARO)
     if not source.exists():
         raise make_error(DataError, "source-not-found", source.absolute(), value=str(source))
-    target, partial = _create_partial_dir(out)
-    try:
+    with _new_folder(out) as partial:
         script = Path(__file__).with_name("datumaro_to_coco.py")
         command = [uv, "tool", "run", "--from", DATUMARO, "python", "-I", str(script), str(source), str(partial)]
         done = subprocess.run([*command, format or ""], capture_output=True, text=True, check=False)
@@ -111,10 +102,6 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
         read, left_out = result["read"], result["left_out"]
         if not read.get("boxes"):
             raise make_error(DataError, "datumaro-without-boxes", str(source), images=read.get("images", 0))
-        (partial / PARTIAL_MARKER).unlink()
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     index = open_index(out)
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in read.items() if kind not in ("images", "boxes"))
     lines = [f"read by Datumaro as {result['format']}: images {read['images']:,}, boxes {read['boxes']:,} ({kinds})"]
@@ -123,8 +110,10 @@ def convert_via_datumaro(source: Path, out: Path, format: str | None) -> list[st
     return [*lines, f"written as COCO and read by stoker: images {len(index):,}, boxes {len(index.boxes):,}: {out}"]
 
 
-def _create_partial_dir(out: Path) -> tuple[Path, Path]:
-    """(the folder that a link is to, else `out`; a new folder next to it to write into, in place of an old one)."""
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Gives a new folder next to `out` to write into, in place of an old one, and renames it at the end: to the folder
+    that a link is to, else to `out`."""
     out = out.resolve()
     if os.path.ismount(out):
         fix = f"name a folder in it: {out / 'NAME'}"
@@ -140,7 +129,15 @@ def _create_partial_dir(out: Path) -> tuple[Path, Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / PARTIAL_MARKER).touch()
-    return out, partial
+    fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
+    try:
+        with writing("The new data set cannot be written.", partial, fix=fix):
+            yield partial
+            (partial / PARTIAL_MARKER).unlink()
+            partial.rename(out)
+            fsync_folder(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(

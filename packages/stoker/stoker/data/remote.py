@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
@@ -334,23 +333,16 @@ def _create_stub(path: str, info: ObjectInfo, *, replaces: bool) -> None:
 def _copy_files(store: Store, folder: Path, files: dict[str, ObjectInfo], uri: StorageUri) -> None:
     """Copies objects, many small ones at a time. A file appears under its name when it is complete."""
     of_all = f"of {len(files):,} files, {format_bytes(sum(info.size_bytes for info in files.values()))} in all"
-    stop = threading.Event()
-
-    def copy_unless_stopped(name: str) -> None:
-        if not stop.is_set():
-            _copy_file(store, folder / name, files[name])
-
     large = [name for name, info in files.items() if info.size_bytes > LARGE_FILE_BYTES]
     small = [name for name, info in files.items() if info.size_bytes <= LARGE_FILE_BYTES]
     for names, threads in ((small, COPY_THREADS), (large, LARGE_FILE_THREADS)):
         with ThreadPoolExecutor(threads, "stoker-copy") as pool:
             try:
-                done = pool.map(copy_unless_stopped, names)
+                done = pool.map(lambda name: _copy_file(store, folder / name, files[name]), names)
                 for _ in _with_progress(done, lambda count: f"Copying annotations of {uri}: {count:,} {of_all}"):
                     pass
-            except BaseException:
-                stop.set()  # the threads skip the remaining files
-                raise
+            finally:
+                pool.shutdown(cancel_futures=True)  # after an error, the remaining files
 
 
 def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:

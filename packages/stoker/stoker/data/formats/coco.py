@@ -43,16 +43,15 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
 
+Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
 
 class Category(msgspec.Struct, gc=False):
     """An entry of COCO's "categories"."""
 
-    id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    id: Id
     name: str
     supercategory: str | None = None
-
-
-Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class ImageEntry(msgspec.Struct, gc=False):

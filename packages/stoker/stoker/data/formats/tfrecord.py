@@ -218,8 +218,7 @@ def _read_shard(
     used_names: set[str] = set()
     num_before = len(columns.file_names)
     with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
+        data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
         for frame in tfrecord_bytes.iter_frames(data, path.name, problems):
             try:
                 _read_record(data, frame, (folder_index, split), columns, used_names)
