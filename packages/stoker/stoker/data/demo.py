@@ -6,8 +6,6 @@ reaches AP50 0.8 in about two CPU-minutes). Not a benchmark. An image is a pure 
 """
 
 import math
-import shutil
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stoker_watch.storage.local_files import cache_folder, fsync_folder, write_atomic
+from stoker_watch.storage.local_files import cache_folder, fsync_folder, temporary_folder, write_atomic
 
 VERSION = 1
 """Of the images: increase it when they change, so that they are generated again."""
@@ -53,17 +51,15 @@ def ensure_demo() -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with temporary_folder(f".{target.name}-", target.parent) as staging_dir:
         for split, count in IMAGES_PER_SPLIT.items():
             draw_split(staging_dir / split, split, count)
-        staging_dir.rename(target)
-        fsync_folder(target.parent)
-    except OSError:
-        if not target.is_dir():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(staging_dir, ignore_errors=True)
+        try:
+            staging_dir.rename(target)
+            fsync_folder(target.parent)
+        except OSError:
+            if not target.is_dir():  # else another process was faster
+                raise
     return target
 
 

@@ -444,7 +444,7 @@ def unlisted_images(index: Index) -> list[Path]:
         listed_names = {names[image_index] for image_index in image_indices.tolist()}
         unlisted += [
             folder / name
-            for name in sorted(images.list_files(folder) - listed_names)
+            for name in sorted(images.list_file_names(folder) - listed_names)
             if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
         ]
     return unlisted

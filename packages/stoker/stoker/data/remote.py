@@ -29,6 +29,7 @@ from urllib.parse import quote
 from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
 from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
 from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
+from stoker.data.formats.images import MAX_NAME_BYTES
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
 from stoker.data.validation.problems import ProblemCollector
@@ -44,8 +45,6 @@ LARGE_FILE_BYTES, LARGE_FILE_THREADS = 8 << 20, 4
 """Files above this size are copied in parts, a few files at a time: a shard of a gigabyte is never in memory."""
 PROGRESS_INTERVAL_S = 2.0
 """Time until the first line about the progress, and between two lines."""
-MAX_NAME_BYTES = 255
-"""Longest file name of common file systems."""
 MIN_FREE_BYTES = 64 << 20
 """Bytes of the disk that a mirror leaves free, for the index."""
 FREE_SPACE_FIX = "free disk space, or set STOKER_CACHE_DIR to a folder on a disk that has more"

@@ -119,7 +119,7 @@ def find_missing(
     is_missing = np.zeros(len(file_names), np.bool_)
     for number, in_folder in group_by_folder(folder_index, indices):
         folder = root / folders[number]
-        absent = {file_names[image_index] for image_index in in_folder.tolist()} - list_files(folder)
+        absent = {file_names[image_index] for image_index in in_folder.tolist()} - list_file_names(folder)
         for image_index in in_folder.tolist() if absent else ():
             name = file_names[image_index]
             # macOS opens a name in another case or Unicode form, which a listing does not have
@@ -127,7 +127,7 @@ def find_missing(
     return is_missing
 
 
-def list_files(folder: Path) -> set[str]:
+def list_file_names(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
     with os.scandir(folder) as entries:
