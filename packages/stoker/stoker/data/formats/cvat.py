@@ -7,6 +7,7 @@ Format: https://docs.cvat.ai/docs/manual/advanced/xml_format/.
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -95,12 +96,14 @@ class _CvatReader:
         folder, file_name = self.locator.find(subset and f"{subset}/{name}", name) or self.locator.locate(name)
         split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
-        image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)
+        self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)
         for number, shape in enumerate(image, 1):
-            if (box := self._read_shape(shape, number, location, shape)) is not None:
-                self._builder.add_box(*box, number)
-            elif shape.tag in SHAPES:
-                self._builder.bad_boxes.append(image_index)
+            label = shape.get("label", "").strip()
+            if shape.tag in SHAPES:
+                place = f"{location}, shape {number}"
+                self._builder.add_shape([label] if label else [], partial(_bound, shape), number, place)
+            elif shape.tag not in ("tag", "track"):
+                self._builder.skip_shape(str(shape.tag))
         if not len(image):
             self._builder.counts["image without shapes, used as background"] += 1
 
@@ -109,28 +112,24 @@ class _CvatReader:
         for number, shape in enumerate(track, 1):
             frame = shape.get("frame", "")
             if shape.get("outside") != "1" and frame.isdecimal() and len(frame) < 10:
-                box = self._read_shape(shape, number, location, track)
+                box = self._read_track_box(shape, f"{location}, shape {number}", track.get("label", "").strip())
                 frames.setdefault(int(frame), []).extend([] if box is None else [box])
 
-    def _read_shape(self, shape: Element, number: int, location: str, labeled: Element) -> tuple[str, XYXY] | None:
-        """Class and box of a shape; None, and a problem or a count, if there is none. labeled: has its label."""
-        kind, label, builder = str(shape.tag), labeled.get("label", "").strip(), self._builder
+    def _read_track_box(self, shape: Element, location: str, label: str) -> tuple[str, XYXY] | None:
+        """Returns class and box of a shape; None, and a problem or a count, if there is none."""
+        kind, builder = str(shape.tag), self._builder
         if kind not in SHAPES:
-            if kind not in ("tag", "track") and labeled is shape:
-                builder.skip_shape(kind)
-            else:
-                builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
+            builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
             return None
         try:
-            xyxy, is_rotated = _bound(shape)
+            xyxy, described = _bound(shape)
         except ValueError as error:
-            builder.problems.add("malformed-box", f"{location}, shape {number}: {error}")
+            builder.problems.add("malformed-box", f"{location}: {error}")
             return None
         if not label:
-            builder.problems.add("no-class", f"{location}, shape {number}")
+            builder.problems.add("no-class", location)
             return None
-        if is_rotated or kind != "box":
-            builder.counts[f"{'rotated ' * is_rotated}{kind}: the box around it is used"] += 1
+        builder.counts[f"{described}: the box around it is used"] += bool(described)
         return label, xyxy
 
     def _add_frames(self, frames: dict[int, list[tuple[str, XYXY]]], size: tuple[int, int]) -> None:
@@ -149,8 +148,8 @@ class _CvatReader:
             raise make_error(DataError, "cvat-without-frames", self._part.annotations, frame=min(frames))
 
 
-def _bound(shape: Element) -> tuple[XYXY, bool]:
-    """Returns the box around a shape, in pixels, and whether the shape is rotated. Raises ValueError."""
+def _bound(shape: Element) -> tuple[XYXY, str]:
+    """Returns the box around a shape, in pixels, and what the shape is, if not a box. Raises ValueError."""
 
     def numbers(*names: str) -> list[float]:
         absent = [name for name in names if name not in shape.attrib]
@@ -161,14 +160,14 @@ def _bound(shape: Element) -> tuple[XYXY, bool]:
     rotation = float(shape.get("rotation") or 0)
     if shape.tag == "polygon":
         points = [map(float, point.split(",")) for point in shape.get("points", "").split(";")]
-        return bound_points([(x, y) for x, y in points]), False
+        return bound_points([(x, y) for x, y in points]), "polygon"
     if shape.tag == "mask":
         x, y, width, height = numbers("left", "top", "width", "height")
-        return (x, y, x + width, y + height), False
+        return (x, y, x + width, y + height), "mask"
     if shape.tag == "ellipse":
         x, y, x_radius, y_radius = numbers("cx", "cy", "rx", "ry")
-        return bound_rotated((x, y), (2 * x_radius, 2 * y_radius), rotation), rotation != 0
+        return bound_rotated((x, y), (2 * x_radius, 2 * y_radius), rotation), f"{'rotated ' * (rotation != 0)}ellipse"
     x1, y1, x2, y2 = numbers("xtl", "ytl", "xbr", "ybr")
     if rotation:
-        return bound_rotated(((x1 + x2) / 2, (y1 + y2) / 2), (x2 - x1, y2 - y1), rotation), True
-    return (x1, y1, x2, y2), False
+        return bound_rotated(((x1 + x2) / 2, (y1 + y2) / 2), (x2 - x1, y2 - y1), rotation), "rotated box"
+    return (x1, y1, x2, y2), ""
