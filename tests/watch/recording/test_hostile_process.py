@@ -276,7 +276,7 @@ def test_a_command_and_variables_of_a_terabyte_are_read_within_bounds(monkeypatc
     try:
         with bounded(seconds=20, megabytes=256):
             assert list(OtherProcesses().sample(1.0, 2.0, set())) == ["a-program-of-15"]
-            assert stacks._Process(job.pid).rank == 0
+            assert stacks.SampledProcess(job.pid).rank == 0
             assert sampler._variables_of(job.pid) == {}
             process = watch._open_process(job.pid)
             assert watch._describe_environment(process)["argv"]
@@ -319,7 +319,7 @@ try:
     with stacks.StackSampler(folder, job.pid, on_status=print) as sampler:
         while not sampler._not_python:
             sampler._stop.wait(0.01)
-    print(stacks._Process(job.pid).cwd, [process.is_given_up for process in sampler._processes.values()])
+    print(stacks.SampledProcess(job.pid).cwd, [process.is_given_up for process in sampler._processes.values()])
 finally:
     job.communicate(b"\\n")
 """

@@ -2,7 +2,7 @@
 
 Pure functions over frames. `knowledge/frames.toml` has functions of frameworks by file and name; other frames
 are the job's own code, and `find_place` says in which of its lines the thread was. `calls.py` reads what such a line
-calls. Who samples: `stacks.py`, and for stoker's own trainings `stoker/training/own_stacks.py`.
+calls. Who samples: `stacks.py`, and of this process `own_stacks.py`.
 """
 
 import collections
@@ -63,7 +63,7 @@ RULES = {name: [_rule(**row) for row in _TABLE[name]] for name in ("worker", "fr
 _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
 PACKAGE_ROOT = "/site-packages/stoker/"
-"""How the files of a training of stoker's own begin (`stoker/training/own_stacks.py`)."""
+"""How the files of a training of stoker's own begin (`own_stacks.py`)."""
 
 _LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
 """Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""

@@ -26,8 +26,9 @@ from stoker_watch.recording.calls import describe_growth
 from stoker_watch.recording.hook.stoker_hook.growth import GrowthFinder
 from stoker_watch.recording.hook.stoker_hook.instruments import count_images
 from stoker_watch.recording.ledger import HOST_PHASES, Ledger, TimeBreakdown
+from stoker_watch.recording.own_stacks import OwnProcessSampler
 from stoker_watch.recording.run_writer import RankRecorder, exit_code_for
-from stoker_watch.recording.stacks import OwnProcessSampler, allow_reading
+from stoker_watch.recording.telemetry.machine import allow_reading
 from stoker_watch.recording.telemetry.sampler import TelemetrySampler
 from stoker_watch.recording.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
 from stoker_watch.runs.schemas import StepWindow
@@ -356,7 +357,7 @@ class Measure:
     def _abandon_after_fork(self) -> None:
         self._recording = False
         if self._stacks is not None:
-            allow_reading(os.getppid())
+            allow_reading(self._stacks.pid)
         self._torch_hooks.abandon()
         self._writer.abandon()
 

@@ -8,18 +8,12 @@ once.
 
 import collections
 import contextlib
-import ctypes
-import json
 import os
 import random
 import re
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +21,8 @@ import psutil
 from stoker_watch.recording.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
 from stoker_watch.recording.remote_stacks import EndedError, RemoteStacks, UnreadableError
 from stoker_watch.recording.telemetry.machine import ForeignProcess, list_process_tree, read, read_life
-from stoker_watch.runs.records import RANKS, STACKS, RunFolder, is_still_open
+from stoker_watch.runs.records import RANKS, STACKS, RunFolder
+from stoker_watch.runs.schemas import StackWindow
 
 WINDOW_S, FIRST_WINDOW_S = 10.0, 2.0
 """Time of a line; the first one of a process is short, because only its stacks tell whether it trains."""
@@ -63,8 +58,6 @@ PERMISSION_HINT = (
 NOT_PERMITTED = f"reading another process is not permitted here ({PERMISSION_HINT})"
 RECORDED = "sampled from outside the job"
 
-_PR_SET_PTRACER = 0x59616D61
-"""linux/prctl.h."""
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
@@ -96,14 +89,7 @@ def is_python(pid: int) -> bool:
         return False
 
 
-def allow_reading(pid: int) -> None:
-    """Lets a process and its descendants read the memory of this one, where Yama permits that to ancestors only."""
-    with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
-        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
-            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
-
-
-class _Window:
+class SampleWindow:
     """Samples of a process for a line of stacks.jsonl, from now on."""
 
     def __init__(self, pid: int) -> None:
@@ -117,6 +103,8 @@ class _Window:
                 self._start_threads_s[int(name)] = _runnable_seconds(pid, int(name))
         self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
         """Thread → samples of each stack."""
+        self.is_complete = False
+        """It ends before its time, because the process began to train."""
 
     def add(self, stacks: Mapping[int, list[Frame]]) -> None:
         """A sample: thread → stack."""
@@ -153,7 +141,7 @@ class _Window:
         return None if seconds is None else (seconds - (self._start_threads_s.get(thread) or 0.0)) / wall_s
 
 
-class _Process:
+class SampledProcess:
     """A Python process of the job. role: of `StackWindow`, HELPER, or empty: not known yet."""
 
     def __init__(self, pid: int) -> None:
@@ -171,7 +159,7 @@ class _Process:
         """The hook has counted a step of it."""
         self.sampled_s = 0.0
         """Monotonic time at which its newest window began."""
-        self.window: _Window | None = None
+        self.window: SampleWindow | None = None
         self.stacks: RemoteStacks | None = None
         self.compiled: CompiledCalls = set()
         env: dict[str, str] = {}
@@ -187,7 +175,7 @@ class _Process:
         """A window. Raises what `RemoteStacks` does."""
         if self.stacks is None:
             self.stacks = RemoteStacks(self.pid)
-        self.window, self.sampled_s = _Window(self.pid), time.monotonic()
+        self.window, self.sampled_s = SampleWindow(self.pid), time.monotonic()
 
     def close(self) -> None:
         if self.stacks is not None:
@@ -227,7 +215,7 @@ class StackSampler:
         self._on_status = on_status
         self._training_ranks = training_ranks
         self._own_rank = own_rank
-        self._processes: dict[tuple[int, int], _Process] = {}
+        self._processes: dict[tuple[int, int], SampledProcess] = {}
         """PID and start → process."""
         self._not_python: dict[tuple[int, int], str] = {}
         """The same → program."""
@@ -238,6 +226,11 @@ class StackSampler:
         """How often the rate was set."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = self._is_unreadable = False
+        self._start_s = self._next_poll_s = time.monotonic()
+        self._is_due = True
+        """The processes are looked for at the next sample."""
+        self._num_samples, self._samples_s = 0, 0.0
+        """Since the rate was set: samples of all processes, and the CPU-seconds that they took."""
         self._status, self._num_reports = RECORDED, 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="stacks", daemon=True)
@@ -261,56 +254,77 @@ class StackSampler:
                 target.close()
 
     def _sample_until_stopped(self) -> None:
-        start_s = polled_s = time.monotonic()
-        samples_s, num_samples, is_due, targets = 0.0, 0, True, list[_Process]()
+        targets = list[SampledProcess]()
         # at random times: what happens in every step must not happen in every sample
         while not self._stop.wait(random.uniform(0.5, 1.5) / self._rate_hz):
             now_s = time.monotonic()
-            if is_due or now_s - polled_s >= (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10):
-                earlier, targets, is_due = targets, self._find_targets(now_s), False
-                for target in earlier:
-                    if target not in targets:
-                        self._end(target)
-                        target.close()
-                self._begin(targets)
-                if num_samples:
-                    starting = now_s - start_s < STARTING_S and not any(target.trains for target in targets)
-                    self._follow_cost(samples_s / num_samples, time.thread_time(), now_s - start_s, starting=starting)
-                polled_s, samples_s, num_samples = now_s, 0.0, 0
+            if self._is_due or now_s >= self._next_poll_s:
+                targets = self._poll(targets, now_s)
             for target in targets:
-                starts = not target.trains and target.pid in self._training_ranks()
-                target.trains |= starts
-                if starts:  # what it does from now on is a window of its own, and costs less than imports
-                    self._cost_s, samples_s, num_samples, self._rate_hz = 0.0, 0.0, 0, MAX_RATE_HZ
-                if target.window is None:
-                    continue
-                is_old = target.window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S)
-                if is_old or (starts and target.window.counts):
-                    self._end(target)
-                    if target.role == "worker":
-                        is_due = True  # another one's turn
-                        continue
-                    self._begin([target])
+                self._follow_training(target)
+                self._renew_window(target)
             begin_s = time.thread_time()
             for target in targets:
-                if target.window is not None and target.stacks is not None:
-                    try:
-                        target.window.add(target.stacks.read())
-                    except EndedError:
-                        self._end(target)
-                        target.close()
-                    except Exception as error:  # noqa: BLE001 (what it forged must not end the samples of others)
-                        self._end(target)
-                        self._give_up(target, f"{type(error).__name__}: {error}")
-            num_samples += 1
-            samples_s += time.thread_time() - begin_s
+                self._sample(target)
+            self._num_samples += 1
+            self._samples_s += time.thread_time() - begin_s
         for target in self._processes.values():
             self._end(target)
         # a measured loop may be shorter than a window
         if not self._any_sampled and (self._own_rank is None or self._is_unreadable):
             self._report(f"not recorded: {self._last_failure}")
 
-    def _begin(self, targets: list[_Process]) -> None:
+    def _poll(self, earlier: list[SampledProcess], now_s: float) -> list[SampledProcess]:
+        """Looks for processes of the job, and sets the rate by what the samples since the last time cost."""
+        targets = self._find_targets(now_s)
+        for target in earlier:
+            if target not in targets:
+                self._end(target)
+                target.close()
+        self._begin(targets)
+        if self._num_samples:
+            elapsed_s = now_s - self._start_s
+            starting = elapsed_s < STARTING_S and not any(target.trains for target in targets)
+            cost_s = self._samples_s / self._num_samples
+            self._follow_cost(cost_s, time.thread_time(), elapsed_s, starting=starting)
+        self._samples_s, self._num_samples, self._is_due = 0.0, 0, False
+        self._next_poll_s = now_s + (PROCESS_POLL_S if self._any_sampled else PROCESS_POLL_S / 10)
+        return targets
+
+    def _follow_training(self, target: SampledProcess) -> None:
+        """What a process does from its first step on is a window of its own, and costs less than imports."""
+        if target.trains or target.pid not in self._training_ranks():
+            return
+        target.trains = True
+        self._cost_s, self._samples_s, self._num_samples, self._rate_hz = 0.0, 0.0, 0, MAX_RATE_HZ
+        if target.window is not None and target.window.counts:
+            target.window.is_complete = True
+
+    def _renew_window(self, target: SampledProcess) -> None:
+        """Writes a window that is complete, and begins the next one."""
+        window = target.window
+        if window is None:
+            return
+        if window.is_complete or window.age_s() >= (FIRST_WINDOW_S if target.is_new else WINDOW_S):
+            self._end(target)
+            if target.role == "worker":
+                self._is_due = True  # another one's turn
+            else:
+                self._begin([target])
+
+    def _sample(self, target: SampledProcess) -> None:
+        if target.window is None or target.stacks is None:
+            return
+        try:
+            target.window.add(target.stacks.read())
+        except EndedError:
+            self._end(target)
+            target.close()
+        except Exception as error:  # noqa: BLE001 (what it forged must not end the samples of others)
+            self._end(target)
+            self._give_up(target, f"{type(error).__name__}: {error}")
+
+    def _begin(self, targets: list[SampledProcess]) -> None:
         """Windows of those that have none."""
         for target in targets:
             if target.window is not None or target.role == HELPER or target.is_given_up:
@@ -327,7 +341,7 @@ class StackSampler:
             except Exception as error:  # noqa: BLE001 (a name or a file that it forged)
                 self._give_up(target, f"{type(error).__name__}: {error}")
 
-    def _give_up(self, target: _Process, reason: str) -> None:
+    def _give_up(self, target: SampledProcess, reason: str) -> None:
         """Samples this process no more; the others go on."""
         target.is_given_up = self._is_unreadable = True
         target.close()
@@ -343,14 +357,14 @@ class StackSampler:
             self._status, self._num_reports = status, self._num_reports + 1
             self._on_status(status)
 
-    def _end(self, target: _Process) -> None:
+    def _end(self, target: SampledProcess) -> None:
         """Writes the window of a process."""
         try:
             self._end_window(target)
         except Exception as error:  # noqa: BLE001 (the names of its functions and files may be forged, too)
             self._give_up(target, f"{type(error).__name__}: {error}")
 
-    def _end_window(self, target: _Process) -> None:
+    def _end_window(self, target: SampledProcess) -> None:
         window, target.window = target.window, None
         if window is None:
             return
@@ -367,10 +381,18 @@ class StackSampler:
         role = find_role(samples)
         if role and target.role != "training":
             target.role = role
-        if target.role != HELPER:
-            self._write(target, window, samples, others)
+        if target.role == HELPER:
+            return
+        if self._status.startswith("not "):  # of processes that have ended, or were given up
+            self._report(RECORDED)
+        for line in filter(None, self._make_lines(target, window, samples, others)):
+            self._write(target, line)
 
-    def _write(self, target: _Process, window: _Window, samples: Samples, others: Mapping[int, Samples]) -> None:
+    def _make_lines(
+        self, target: SampledProcess, window: SampleWindow, samples: Samples, others: Mapping[int, Samples]
+    ) -> list[StackWindow | None]:
+        """The lines of a process that trains or loads, and of its threads that work. samples, others: those of the
+        main thread, and of the others by their kernel IDs."""
         process_cpu, runnable = window.cpu_fractions()
         fields: dict[str, Any] = {
             "cwd": target.cwd, "t": time.time(), "attempt": self._folder.attempt, "pid": target.pid,
@@ -378,18 +400,18 @@ class StackSampler:
         }  # fmt: skip
         role = target.role or "training"
         of_process = fields | {"runnable": runnable, "process_cpu": process_cpu, "compiled": target.compiled}
-        windows = [make_window(samples, role=role, **of_process)]
+        lines = [make_window(samples, role=role, **of_process)]
         if role == "training":
             working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
-            windows += [
+            lines += [
                 make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
             ]
-        if self._status.startswith("not "):  # of processes that have ended, or were given up
-            self._report(RECORDED)
-        for line in filter(None, windows):
-            name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
-            (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-            self._folder.append(name, line)
+        return lines
+
+    def _write(self, target: SampledProcess, line: StackWindow) -> None:
+        name = STACKS if target.rank == 0 else f"{RANKS}/{target.rank:04d}/{STACKS}"
+        (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+        self._folder.append(name, line)
 
     def _follow_cost(self, cost_s: float, spent_s: float, elapsed_s: float, *, starting: bool = False) -> None:
         """The rate for the next seconds. cost_s: CPU-seconds of a sample of all processes in the last ones; spent_s:
@@ -403,9 +425,27 @@ class StackSampler:
         if is_trial and left_s > PROCESS_POLL_S * TRIAL_HZ * self._cost_s:
             self._rate_hz, self._cost_s = TRIAL_HZ, 0.0
 
-    def _find_targets(self, now_s: float) -> list[_Process]:
+    def _find_targets(self, now_s: float) -> list[SampledProcess]:
         """Those that train or may train, the busiest first, and the loader worker whose turn it is."""
-        alive: dict[tuple[int, int], _Process] = {}
+        self._update_processes()
+        found = [
+            target for target in self._processes.values()
+            if not target.is_given_up and (target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S)
+            and self._is_own(target)
+        ]  # fmt: skip
+        known_ranks = self._training_ranks() if self._own_rank is None else {self._pid: self._own_rank}
+        self._update_roles(found, known_ranks, now_s)
+        trainers = [target for target in found if target.pid in known_ranks]
+        training = trainers or [target for target in found if target.role in ("training", "")]
+        training.sort(key=lambda target: -target.recent_cpu_s)
+        workers = [target for target in found if target.role == "worker"]
+        current = [target for target in workers if target.window is not None]
+        turn = current or sorted(workers, key=lambda target: target.sampled_s)
+        return training[:MAX_PROCESSES] + turn[:1]
+
+    def _update_processes(self) -> None:
+        """Looks for the Python processes of the job that live."""
+        alive: dict[tuple[int, int], SampledProcess] = {}
         not_python: dict[tuple[int, int], str] = {}
         for pid in list_process_tree(self._pid, limit=MAX_TREE):
             life = None if pid == os.getpid() != self._pid else read_life(pid)
@@ -417,23 +457,25 @@ class StackSampler:
                 program = _program(pid)
                 try:
                     if self._not_python.get(key) != program and is_python(pid):
-                        known = _Process(pid)
+                        known = SampledProcess(pid)
                 except PermissionError:  # so nothing says whether it is Python
                     self._last_failure = NOT_PERMITTED
+                    if pid == self._pid and self._own_rank is not None:
+                        self._report(f"not recorded: {NOT_PERMITTED}")
                 if known is None and life.cpu_s > 0:  # else it has only begun
                     not_python[key] = program
             if known is not None:
                 known.recent_cpu_s, known.cpu_s = life.cpu_s - known.cpu_s, life.cpu_s
                 alive[key] = known
         self._processes, self._not_python = alive, not_python
-        found = [
-            target for target in alive.values()
-            if not target.is_given_up and (target.failures < MAX_FAILURES or now_s - target.seen_s < MAX_FAILING_S)
-        ]  # fmt: skip
-        known_ranks = self._training_ranks()
-        if self._own_rank is not None:
-            found = [target for target in found if target.pid == self._pid or target.rank == self._own_rank]
-            known_ranks = {self._pid: self._own_rank}
+
+    def _is_own(self, target: SampledProcess) -> bool:
+        """Whether no other sampler has this process."""
+        return self._own_rank is None or target.pid == self._pid or target.rank == self._own_rank
+
+    @staticmethod
+    def _update_roles(found: list[SampledProcess], known_ranks: Mapping[int, int], now_s: float) -> None:
+        """Sets ranks and roles by the processes that are known to train."""
         training_pids = {target.pid for target in found if target.pid in known_ranks or target.role == "training"}
         for target in found:
             if target.pid in known_ranks:
@@ -443,89 +485,3 @@ class StackSampler:
                 target.role = "worker"  # until a stack says more
             elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
                 target.role = ""
-        is_known = any(target.pid in known_ranks for target in found)
-        training = [target for target in found
-                    if target.pid in known_ranks or (not is_known and target.role in ("training", ""))]  # fmt: skip
-        training.sort(key=lambda target: -target.recent_cpu_s)
-        workers = [target for target in found if target.role == "worker"]
-        current = [target for target in workers if target.window is not None]
-        turn = current or sorted(workers, key=lambda target: target.sampled_s)
-        return training[:MAX_PROCESSES] + turn[:1]
-
-
-class OwnProcessSampler:
-    """Samples this process and its loader workers, from a process of its own: a thread of this one would see only where
-    the interpreter's lock is free. rank: of this process, for a job with several. Raises OSError."""
-
-    def __init__(self, folder: RunFolder, rank: int) -> None:
-        pid, self._folder = os.getpid(), folder
-        if not sys.executable:
-            raise OSError("this Python was started inside of another program")
-        allow_reading(pid)
-        pipe, self._fd = os.pipe()
-        self._status = os.fstat(self._fd)
-        os.set_blocking(self._fd, False)  # a stopped process reads nothing
-        try:
-            # without `site`, whose startup files are for the job: a hook, a coverage tool
-            self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]),
-                 str(folder.path.absolute()), str(folder.attempt), str(pid), str(rank)],
-                stdin=pipe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        except BaseException:
-            os.close(self._fd)
-            raise
-        finally:
-            os.close(pipe)
-
-    def note_steps(self) -> None:
-        """The first steps are done: what is sampled from now on is in another window than the start."""
-        self._write(_STEPS)
-
-    def _write(self, data: bytes) -> None:
-        if is_still_open(self._fd, self._status):
-            with contextlib.suppress(OSError):  # it has ended, or does not read
-                os.write(self._fd, data)
-
-    def stop(self) -> None:
-        """Lets it write its last windows. A process that hangs is killed."""
-        if (code := self._process.poll()) is not None:
-            self._folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
-        self._write(b".")  # closing alone is not seen while a forked worker has the other end, too
-        if is_still_open(self._fd, self._status):
-            os.close(self._fd)
-        try:
-            self._process.wait(STOP_TIMEOUT_S + 1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-_CODE = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from stoker_watch.recording.stacks import record
-record(*sys.argv[2:])
-"""
-
-
-_STEPS = b"s"
-"""What `record` reads when the first steps are done."""
-
-
-def record(path: str, attempt: str, pid: str, rank: str) -> None:
-    """In a process of its own: samples the process that has started it, until that writes anything but _STEPS to its
-    stdin, or ends."""
-    folder, training = RunFolder(Path(path), int(attempt)), dict[int, int]()
-    sampler = StackSampler(
-        folder, int(pid), own_rank=int(rank),
-        on_status=lambda reason: folder.event("info", f"stacks: {reason}"),
-        training_ranks=lambda: training,
-    )  # fmt: skip
-    with sampler:
-        while os.getppid() == int(pid):
-            if select.select([0], [], [], 1.0)[0]:
-                if os.read(0, 1) != _STEPS:
-                    break
-                training[int(pid)] = int(rank)
-    folder.close()

@@ -28,7 +28,6 @@ from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import STEP_OVERHEAD_S, estimate_images_per_second
 from stoker.training.local_ranks import Result
 from stoker.training.loop import Training
-from stoker.training.own_stacks import OwnStacks
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
@@ -37,6 +36,7 @@ from stoker_watch.durations import parse_duration
 from stoker_watch.errors import Preempted, StokerError
 from stoker_watch.monitor.monitor import monitoring
 from stoker_watch.monitor.options import MonitoringOptions
+from stoker_watch.recording.own_stacks import TrainingStacks
 from stoker_watch.report.format import count, duration, plural
 from stoker_watch.runs.records import WARNING_KINDS
 from stoker_watch.storage.uri import display_path, is_uri
@@ -84,8 +84,7 @@ def train(
         stop_request.after_evaluation = after_evaluation
         null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
         screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))
-        stacks = OwnStacks()
-        stacks.start()
+        stacks = TrainingStacks(Path(__file__).parents[1])
         stack.callback(stacks.stop)
         remote: bucket_run.BucketRun | None = None
 
@@ -109,7 +108,7 @@ def train(
                 resolved.config, resolved.reasons, path, run_dir, stack, messages, ranks.world_size
             ),
         )
-        stacks.folder = folder
+        stacks.write_to(folder)
         if remote is not None:
             messages += remote.messages
             stack.push(remote.finish)
@@ -138,10 +137,10 @@ def train(
                 _print_settings(screen, resolved, verbose=verbose)
                 for line in messages:
                     log_event("info", line)
-                processes = start.start_worker_processes(resolved, log_event)
+                processes = start.start_worker_processes(resolved, log_event, stack_reader=stacks.pid)
                 if processes is not None:
                     stack.callback(processes.close)
-                    stacks.processes = processes
+                    stacks.note_workers(processes.pids)
                 setup, loaded = start.build(
                     resolved, folder, log_event, processes, accept_changed_data=accept_changed_data
                 )

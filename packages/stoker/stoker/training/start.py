@@ -112,8 +112,11 @@ def resolve_run(
     return ResolvedRun(config, reasons, device, index, ranks)
 
 
-def start_worker_processes(resolved: ResolvedRun, log_event: EventLogger) -> WorkerProcesses | None:
-    """The processes that load images, while the model is built; None: threads do it. Close them after the loaders."""
+def start_worker_processes(
+    resolved: ResolvedRun, log_event: EventLogger, *, stack_reader: int = 0
+) -> WorkerProcesses | None:
+    """The processes that load images, while the model is built; None: threads do it. Close them after the loaders.
+    stack_reader: PID of what reads their stacks, 0: none."""
     run, index, device = resolved.config.run, resolved.index, resolved.device
     count, reason = choose_worker_processes(
         run.worker_processes,
@@ -126,7 +129,7 @@ def start_worker_processes(resolved: ResolvedRun, log_event: EventLogger) -> Wor
         count = min(count, run.num_workers)
     if count or run.worker_processes not in ("auto", 0):
         log_event("info", f"loader: {count or 'no'} worker processes: {reason}")
-    return WorkerProcesses(count, device) if count else None
+    return WorkerProcesses(count, device, stack_reader=stack_reader) if count else None
 
 
 def build(

@@ -8,6 +8,7 @@ gone) is asked by a `TimeoutWorker`. Limits of the container: `stoker_watch/hard
 
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import os
@@ -33,6 +34,9 @@ MAX_READ_BYTES = 2**21
 """The command and the variables of a process have together at most a quarter of its stack (execve(2)), mostly 8 MiB."""
 _RECORD_BYTES = 8192
 """The longest record of /dev/kmsg (kernel documentation: ABI/testing/dev-kmsg); a shorter buffer is an error."""
+
+_PR_SET_PTRACER = 0x59616D61
+"""linux/prctl.h."""
 
 
 def read(path: str, max_bytes: int = MAX_READ_BYTES) -> bytes:
@@ -71,6 +75,14 @@ class ForeignProcess(psutil.Process):
             raise psutil.AccessDenied(self.pid) from error
         except OSError as error:
             raise psutil.NoSuchProcess(self.pid) from error
+
+
+def allow_reading(pid: int) -> None:
+    """Lets a process and its descendants (0: none any more) read the memory of this one, where Yama permits that to
+    ancestors only."""
+    with contextlib.suppress(OSError):  # a kernel without Yama, which allows it anyway
+        if read("/proc/sys/kernel/yama/ptrace_scope").strip() == b"1":
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 class Life(NamedTuple):

@@ -28,9 +28,9 @@ import numpy as np
 from stoker.data.images.pixel_cache import PixelCache
 from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
-from stoker.data.loading.thread_stacks import next_loader_thread, read_stacks
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
 from stoker_watch.errors import system_limit
+from stoker_watch.recording.telemetry.machine import allow_reading
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PUBLISH_INTERVAL_S = 0.25
@@ -217,8 +217,6 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
             except Exception as error:  # noqa: BLE001  (the loader raises it)
                 with socket.socket(fileno=fds[2]) as report_socket:
                     _send_report(report_socket, "failed", _picklable(error, process))
-        elif request == "stacks":
-            control.send(read_stacks(next_loader_thread(number)))
         elif number in streams:
             getattr(streams[number], request)(*arguments)
 
@@ -233,8 +231,11 @@ def _tend(streams: dict[int, _Stream]) -> None:
         stream.publish()
 
 
-def main(control_fd: int, process: int, parent: int) -> None:
-    """Runs a worker process. parent: the process id of the training process, which may have ended already."""
+def main(control_fd: int, process: int, parent: int, stack_reader: int) -> None:
+    """Runs a worker process. parent: the process id of the training process, which may have ended already;
+    stack_reader: of what reads stacks of this process; 0: nothing does."""
+    if stack_reader:
+        allow_reading(stack_reader)
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     streams: dict[int, _Stream] = {}

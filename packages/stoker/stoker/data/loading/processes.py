@@ -33,7 +33,6 @@ import numpy as np
 from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.thread_stacks import Stack
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
 from stoker_watch.errors import OutOfMemoryError, PreflightError, StokerError, make_error
 from stoker_watch.hardware.cgroup import Cgroup
@@ -90,7 +89,8 @@ class WorkerProcesses:
     """Worker processes, which serve any number of loaders one after the other or at once. They start at once, while
     the caller does something else; close them after the loaders. Raises PreflightError where they cannot be started."""
 
-    def __init__(self, count: int, device: "Device") -> None:
+    def __init__(self, count: int, device: "Device", *, stack_reader: int = 0) -> None:
+        """stack_reader: PID of what may read the stacks of the processes; 0: none."""
         self.count, self._device = count, device
         self._oom_kills = Cgroup().oom_kills()
         self._lock = threading.Lock()
@@ -98,8 +98,6 @@ class WorkerProcesses:
         self._free_rings: list[Ring] = []
         """Memory of streams that were closed: pinning takes long, so it is used again."""
         self._controls: list[tuple[socket.socket, Connection]] = []
-        self._asked_for_stacks: set[int] = set()
-        """Processes whose answer is awaited."""
         self._children: list[subprocess.Popen[bytes]] = []
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         variables = {
@@ -115,7 +113,8 @@ class WorkerProcesses:
         for number in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-c", _START, path, str(theirs.fileno()), str(number), str(os.getpid())]
+                numbers = (theirs.fileno(), number, os.getpid(), stack_reader)
+                command = [sys.executable, "-c", _START, path, *map(str, numbers)]
                 self._controls.append((ours, Connection(os.dup(ours.fileno()))))
                 try:
                     child = subprocess.Popen(
@@ -161,23 +160,6 @@ class WorkerProcesses:
         what = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
         return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
-
-    def read_stacks(self, turn: int) -> list[Stack]:
-        """Returns the stacks of loader threads that have arrived since the last call; asks the process whose turn it is
-        for another one. Does not wait, so a process that hangs has no newer ones. From one thread."""
-        arrived: list[Stack] = []
-        number = turn % self.count
-        for asked in sorted(self._asked_for_stacks):
-            control = self._controls[asked][1]
-            with contextlib.suppress(EOFError, OSError):  # it has ended: the loader says so
-                if control.poll():
-                    arrived += control.recv()
-                    self._asked_for_stacks.remove(asked)
-        if number not in self._asked_for_stacks:
-            with contextlib.suppress(StokerError, OSError):
-                self.send(number, "stacks", turn // self.count)
-                self._asked_for_stacks.add(number)
-        return arrived
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]

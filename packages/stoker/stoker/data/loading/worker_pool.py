@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
 from stoker.data.loading.stats import Counters, sum_counters
-from stoker.data.loading.thread_stacks import LOADER_THREAD
 from stoker_watch.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ class WorkerPool:
             self._target_workers = workers
             for _ in range(workers - len(self._threads)):
                 counters = Counters()
-                thread = threading.Thread(target=self._run_worker, args=(counters,), name=LOADER_THREAD, daemon=True)
+                thread = threading.Thread(target=self._run_worker, args=(counters,), name="stoker-loader", daemon=True)
                 thread.start()
                 self._threads[thread] = counters
             self._tasks_changed.notify_all()
