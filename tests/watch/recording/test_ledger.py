@@ -60,8 +60,8 @@ class World:
         self.open.popleft()
         return at_s * (1 + self.fast) + self.offset_s
 
-    def ledger(self, *, started_s: float = 0.0, devices: int = 1) -> Ledger:
-        return Ledger(self, start_s=started_s, now=self.now, devices=devices)
+    def ledger(self, *, started_s: float = 0.0) -> Ledger:
+        return Ledger(self, start_s=started_s, now=self.now)
 
 
 class HostClock:
@@ -200,17 +200,6 @@ def test_a_window_that_is_too_short_is_not_closed() -> None:
     assert window is not None
     assert window.wall_s == 1
     assert ledger.finish() is None
-
-
-def test_every_second_counts_once_per_device() -> None:
-    world = World()
-    ledger = world.ledger(devices=4)
-    with ledger.phase("eval"):
-        world.host(2)
-    window = ledger.finish()
-    assert window is not None
-    assert window.phases == {"eval": 8}
-    assert window.wall_s == 2
 
 
 def test_a_step_that_raises_takes_time_but_is_not_counted() -> None:
@@ -712,13 +701,11 @@ class Oracle:
 
 
 @settings(max_examples=120, deadline=None)
-@given(programs, st.integers(0, 3), st.integers(1, 3), st.booleans())
-def test_windows_agree_with_an_oracle_second_by_second(
-    program: list[tuple], startup_s: int, devices: int, on_host: bool
-) -> None:
+@given(programs, st.integers(0, 3), st.booleans())
+def test_windows_agree_with_an_oracle_second_by_second(program: list[tuple], startup_s: int, on_host: bool) -> None:
     world = World(on_host=on_host)
     world.host(startup_s)
-    oracle = Oracle(world, world.ledger(devices=devices), startup_s)
+    oracle = Oracle(world, world.ledger(), startup_s)
     oracle.run(program)
     oracle.host(1 + int(max(0, world.device_free_s - world.now_s)))  # waits for the device
     last = oracle.ledger.finish()
@@ -730,7 +717,7 @@ def test_windows_agree_with_an_oracle_second_by_second(
         at_s = window.end_s
         assert window.wall_s == window.end_s - window.start_s
         labels = collections.Counter(map(oracle.label_at, range(int(window.start_s), int(window.end_s))))
-        assert window.phases == {label: count * devices for label, count in labels.items()}
+        assert window.phases == labels
         assert window.host_bound_steps is None or not on_host
     assert at_s == world.now_s
     assert sum(window.host_bound_steps or 0 for window in windows) == (0 if on_host else len(oracle.starved))
@@ -778,12 +765,12 @@ def test_a_wait_is_split_and_what_the_device_computed_meanwhile_is_in_no_part() 
 
 def test_a_wait_without_stages_is_queue() -> None:
     world = World()
-    ledger = world.ledger(devices=2)
+    ledger = world.ledger()
     with ledger.phase("input_wait"):
         world.host(3)
     window = ledger.finish()
     assert window is not None
-    assert window.input_wait_stages == {"queue": 6}
+    assert window.input_wait_stages == {"queue": 3}
 
 
 def test_only_a_wait_for_input_has_stages() -> None:
@@ -799,11 +786,11 @@ waits = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 5), pa
 
 
 @settings(max_examples=60, deadline=None)
-@given(waits, st.integers(1, 3))
-def test_the_stages_add_up_to_the_wait_exactly(course: list[tuple], devices: int) -> None:
+@given(waits)
+def test_the_stages_add_up_to_the_wait_exactly(course: list[tuple]) -> None:
     """course: what the host issues, what the device works on, how long the thread waits, on what, and a window."""
     world = World()
-    ledger = world.ledger(devices=devices)
+    ledger = world.ledger()
     windows = []
     for issues_s, works_s, waits_s, made_of, closes in course:
         with ledger.compute():
@@ -823,4 +810,4 @@ def test_the_stages_add_up_to_the_wait_exactly(course: list[tuple], devices: int
             assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
             assert min(window.input_wait_stages.values(), default=0) >= 0
             assert set(window.input_wait_stages) <= set(INPUT_STAGES)
-            assert sum(window.phases.values()) == pytest.approx(window.wall_s * devices)
+            assert sum(window.phases.values()) == pytest.approx(window.wall_s)

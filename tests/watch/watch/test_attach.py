@@ -32,7 +32,7 @@ from stoker_watch.runs.schemas import DeviceSample, Event, StepWindow
 from stoker_watch.watch import recorder
 from stoker_watch.watch import watch as attach_module
 from stoker_watch.watch.output_relay import RotatingLog
-from stoker_watch.watch.recorder import Recorder, open_run_folder
+from stoker_watch.watch.recorder import JobRecorder, open_run_folder
 from stoker_watch.watch.watch import FileOutput, attach, read_exit_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -109,7 +109,7 @@ def test_sources_of_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_exit_code_is_not_a_failure(tmp_path: Path) -> None:
     with open_run_folder(str(tmp_path), ["train"], environment={"gpu": {"gpus": []}}) as (folder, _):
-        Recorder(folder, ["train"]).write_end(None)
+        JobRecorder(folder, ["train"]).write_end(None)
         (tmp_path / OUTPUT).write_text("step 9\n")
     ended = read_run(tmp_path).termination
     assert ended is not None

@@ -31,7 +31,7 @@ from stoker_watch.watch.hook_reader import (
     phase_seconds,
     read_hook_state,
 )
-from stoker_watch.watch.recorder import Recorder
+from stoker_watch.watch.recorder import JobRecorder
 from tests.bounded import bounded
 from tests.fixtures.special_files import replace_by
 
@@ -466,7 +466,7 @@ def test_a_forged_report_does_not_end_the_record_of_the_steps(tmp_path: Path, en
     for number in range(300):
         (state_dir / f"{number}{ending}").write_text(text)
     folder = RunFolder(run, 1)
-    recorder = Recorder(folder, ["python"], output=lambda: iter([]), hook_dir=state_dir)
+    recorder = JobRecorder(folder, ["python"], output=lambda: iter([]), hook_dir=state_dir)
     recorder._stop.set()
     with bounded(seconds=20, megabytes=256):
         recorder._thread_main()

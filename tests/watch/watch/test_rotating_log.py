@@ -11,7 +11,7 @@ from stoker_watch.errors import StorageError
 from stoker_watch.runs.records import ENVIRONMENT, EVENTS, STEPS, RunFolder, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.watch.output_relay import RotatingLog
-from stoker_watch.watch.recorder import LogTail, Recorder, open_run_folder
+from stoker_watch.watch.recorder import JobRecorder, LogTail, open_run_folder
 from tests.fixtures.special_files import replace_by
 
 
@@ -53,7 +53,7 @@ def test_output_that_was_not_read_to_its_end_is_an_event(tmp_path: Path, monkeyp
     monkeypatch.setattr("stoker_watch.watch.recorder.MAX_LAST_READ_S", 0.01)
     (tmp_path / ENVIRONMENT).write_text('{"gpu": {"gpus": []}}')
     folder = RunFolder(tmp_path, 1)
-    recorder = Recorder(folder, ["job"], output=endless)
+    recorder = JobRecorder(folder, ["job"], output=endless)
     recorder._stop.set()
     recorder._record_until_stopped()
     folder.close()

@@ -93,7 +93,6 @@ QUANTITIES: dict[str, str] = {
 
 
 def describe_event(event: Event) -> str:
-    """An event in one line."""
     scores = event.data.get("metrics") if event.kind == "evaluated" else None
     if isinstance(scores, dict):
         found = [f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)]

@@ -33,8 +33,8 @@ from stoker_watch.runs.schemas import DeviceSample, Event, StepWindow
 
 POLL_INTERVAL_S = 1.0
 START_TIMEOUT_S, CLOSE_TIMEOUT_S = 60.0, 30.0
-"""Of a tracker, which goes on starting afterwards; for the remaining lines at the end of the run, and then of each
-tracker. What hangs is abandoned: all threads are daemons."""
+"""Limits of a tracker: of its start, which goes on afterwards; for the remaining lines at the end of the run, and then
+for each tracker. What hangs is abandoned: all threads are daemons."""
 MAX_PENDING = 3600
 """Lines that wait for a tracker, of an hour; those that come then are lost."""
 PROGRESS_EVERY_S = 60.0
@@ -246,7 +246,6 @@ TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbT
 
 
 def tracker_metrics(line: RecordLine) -> dict[str, float]:
-    """Metrics of a line of records, by name."""
     if isinstance(line, StepWindow):
         if not line.window_steps or line.wall_s <= 0:
             return {}

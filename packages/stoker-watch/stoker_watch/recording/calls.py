@@ -95,8 +95,6 @@ def is_after_step(file: str, line: int, function: str) -> bool:
 
 
 class LoopLine(NamedTuple):
-    """Where a line of a function is."""
-
     has_step: bool
     """The function runs the training step: a backward pass or a step of an optimizer."""
     in_step: bool
@@ -109,7 +107,6 @@ class LoopLine(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def find_loop(file: str, line: int, function: str) -> LoopLine:
-    """Where a line of the function of that name is."""
     if function in _COMPREHENSIONS and function != "<lambda>":
         return LoopLine(has_step=False, in_step=False, in_loop=True)
     source = _read_source(file)
@@ -229,7 +226,7 @@ def _find_module(path: Path, name: str) -> Path | None:
 
 
 _UPDATES = frozenset({"apply_gradients", "apply_updates"})
-"""Of TensorFlow's optimizers and Flax's states, and of optax."""
+"""Methods of TensorFlow's optimizers and Flax's states, and a function of optax."""
 _BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 _MAY_UPDATE = re.compile(rb"\.\s*step\s*\(|apply_(gradients|updates)\s*\(")
 """An update of weights by its text: to look at files with one, and at the functions of its lines alone, saves most of
@@ -315,7 +312,7 @@ def _last_name(node: ast.expr) -> str:
 
 @functools.lru_cache(maxsize=64)
 def read_source_lines(file: str) -> list[str]:
-    """Of a regular file of bounded size; else none: the process that is sampled may have forged the name."""
+    """Reads a regular file of bounded size; else no lines: the process that is sampled may have forged the name."""
     try:
         return regular_files.read_text(file, errors="replace", max_bytes=MAX_SOURCE_BYTES).splitlines()
     except (OSError, ValueError):

@@ -89,11 +89,11 @@ _LOADER_THREAD_FILE = re.compile(
 )
 """Files of loaders that call the job's own code in threads."""
 _CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
-_AROUND_FILE = re.compile(r"/stoker(?:_watch/recording|/profiling)/|/(tqdm/\w+|rich/progress)\.py$")
+_AROUND_FILE = re.compile(r"/stoker_watch/recording/|/(tqdm/\w+|rich/progress)\.py$")
 """Files of what only passes on what a loop goes over: stoker's own, bars of progress."""
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _NOT_JOB_CODE = re.compile(
-    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker(?:_watch/recording|/profiling)/"
+    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker_watch/recording/"
 )
 
 
@@ -133,46 +133,79 @@ def make_window(
 ) -> StackWindow | None:
     """The line of some samples; None without any. runnable: fraction of the time in which the thread could run;
     compiled: of earlier lines of the process, to be extended; fields: further ones of `StackWindow`."""
+    total = sum(count for _, count in samples)
+    if not total:
+        return None
+    compiled = set() if compiled is None else compiled
     places: collections.Counter[Place] = collections.Counter()
     callers: dict[Place, collections.Counter[str]] = {}
     main_thread: collections.Counter[str] = collections.Counter()
     frames: collections.Counter[str] = collections.Counter()
-    total = sum(count for _, count in samples)
-    if not total:
-        return None
-    kinds: list[tuple[Stack, int, str]] = []
+    for stack, count, kind in _classify_samples(samples, role, runnable, compiled):
+        resolved, place, called_by = _describe_sample(stack, kind, role, cwd, compiled)
+        main_thread[resolved] += count
+        places[place] += count
+        callers.setdefault(place, collections.Counter())[called_by] += count
+        if (job_frame := innermost_job_frame(stack, cwd)) is not None:
+            frames[job_frame] += count
+    return StackWindow(
+        samples=total,
+        main_thread={kind: count / total for kind, count in main_thread.most_common()},
+        frames={name: count / total for name, count in frames.most_common(MAX_FRAMES)},
+        role=role,
+        places=_list_places(places, callers, total),
+        **fields,
+    )
+
+
+def _classify_samples(
+    samples: Samples, role: str, runnable: float | None, compiled: CompiledCalls
+) -> list[tuple[Stack, int, str]]:
+    """Each stack, of a worker inside of its loop, with its samples and the kind of work. Extends `compiled`."""
+    found: list[tuple[Stack, int, str]] = []
     for stack, count in samples:
         inner = _inside_worker(stack) if role == "worker" else stack
         kind = classify(inner, active=False)
-        kinds.append((inner, count, "idle" if kind == HELPER else kind))
+        found.append((inner, count, "idle" if kind == HELPER else kind))
     # Frames that no rule knows may wait: the CPU time that is left for them does.
-    unknown = sum(count for stack, count, kind in kinds if stack and kind == "idle" and not _is_waiting(stack))
-    busy = sum(count for _, count, kind in kinds if kind in ("compute", "decode", "compile"))
-    active = runnable is None or runnable * total - busy >= unknown / 2
-    compiled = set() if compiled is None else compiled
-    compiled.update(at for stack, _, kind in kinds if kind == "compile" and (at := _find_compiled(stack)))
-    for stack, count, kind in kinds:
-        resolved = classify(stack, active=active and not _is_waiting(stack)) if kind == "idle" else kind
-        if compiled and resolved in ("python", "idle") and _line_and_call(stack) in compiled:
-            resolved = "compute"
-        resolved = "idle" if resolved == HELPER else resolved
-        if (resolved == "compute" and _is_on_host(stack)) or (resolved == "compile" and _is_export(stack)):
-            resolved = "python"
-        part = find_part(stack)
-        is_users = not part or any(is_job_code(frame) for frame in stack)
-        of_place, own = resolved, None
-        if role == "training" and resolved in ("compute", "sync") and is_users:
-            resolved, of_place, own = _place_of_training(stack, resolved, compiled)
-        line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, own)
-        if not is_users:
-            line, function = "", f"{function} ({line})"
-            resolved = of_place = "python" if resolved == "other" and not _is_importing(stack) else resolved
-        main_thread[resolved] += count
-        key = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
-        places[key] += count
-        callers.setdefault(key, collections.Counter())[find_callers(stack, cwd, own) if line else ""] += count
-        if (job_frame := innermost_job_frame(stack, cwd)) is not None:
-            frames[job_frame] += count
+    unknown = sum(count for stack, count, kind in found if stack and kind == "idle" and not _is_waiting(stack))
+    busy = sum(count for _, count, kind in found if kind in ("compute", "decode", "compile"))
+    active = runnable is None or runnable * sum(count for _, count in samples) - busy >= unknown / 2
+    compiled.update(at for stack, _, kind in found if kind == "compile" and (at := _find_compiled(stack)))
+    return [(stack, count, _resolve_kind(stack, kind, compiled, active=active)) for stack, count, kind in found]
+
+
+def _resolve_kind(stack: Stack, kind: str, compiled: CompiledCalls, *, active: bool) -> str:
+    """The kind of work, with what the other stacks of the window say. active: a thread whose frames no rule knows
+    works."""
+    if kind == "idle":
+        kind = classify(stack, active=active and not _is_waiting(stack))
+    if compiled and kind in ("python", "idle") and _line_and_call(stack) in compiled:
+        kind = "compute"
+    if (kind == "compute" and _is_on_host(stack)) or (kind == "compile" and _is_export(stack)):
+        return "python"
+    return "idle" if kind == HELPER else kind
+
+
+def _describe_sample(stack: Stack, kind: str, role: str, cwd: str, compiled: CompiledCalls) -> tuple[str, Place, str]:
+    """(kind of work, place, its callers) of a stack."""
+    part = find_part(stack)
+    is_users = not part or any(map(is_job_code, stack))
+    of_place, own = kind, None
+    if role == "training" and kind in ("compute", "sync") and is_users:
+        kind, of_place, own = _place_of_training(stack, kind, compiled)
+    line, function, call, leaf = find_place(stack, cwd if is_users else PACKAGE_ROOT, own)
+    if not is_users:
+        line, function = "", f"{function} ({line})"
+        kind = of_place = "python" if kind == "other" and not _is_importing(stack) else kind
+    place = Place(line=line, function=function, call=call, leaf=leaf, kind=of_place, part=part, samples=0)
+    return kind, place, find_callers(stack, cwd, own) if line else ""
+
+
+def _list_places(
+    places: collections.Counter[Place], callers: dict[Place, collections.Counter[str]], total: int
+) -> list[Place]:
+    """The places with the most samples, only MAX_LEAVES of them with their innermost frame, and the rest as one."""
     for key, _ in places.most_common()[MAX_LEAVES:]:
         if key.leaf:
             whole = msgspec.structs.replace(key, leaf="")
@@ -184,14 +217,7 @@ def make_window(
     ]
     if rest := total - sum(place.samples for place in listed):
         listed.append(Place(kind="other", samples=rest))
-    return StackWindow(
-        samples=total,
-        main_thread={kind: count / total for kind, count in main_thread.most_common()},
-        frames={name: count / total for name, count in frames.most_common(MAX_FRAMES)},
-        role=role,
-        places=listed,
-        **fields,
-    )
+    return listed
 
 
 def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tuple[str, str, Frame | None]:
@@ -204,8 +230,8 @@ def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tupl
         return "python", "python", None
     if computes and (frame := _line_in_loop(stack)) is not None:
         return kind, LOOP_IN_STEP, frame
-    if computes and _is_work_of_a_line(stack, compiled):
-        return "python", "python", None
+    if computes and (_runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)):
+        return "python", "python", None  # it is no part of the step
     if computes and (frame := _line_without_gradients(stack)) is not None:
         return kind, WITHOUT_GRADIENTS, frame
     return kind, kind, None
@@ -217,11 +243,6 @@ def _find_compiled(stack: Stack) -> tuple[str, str] | None:
     if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
         return None
     return None if any(map(_JAX_OPERATION.match, (found[1], find_place(stack)[2]))) else found
-
-
-def _is_work_of_a_line(stack: Stack, compiled: CompiledCalls) -> bool:
-    """Whether a stack that computes is no part of a step: operations of JAX one by one, what is done to gradients."""
-    return _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)
 
 
 def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
@@ -315,14 +336,10 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code. at: the frame of the line, if it is not the innermost one of own code."""
     stack = [frame for frame in stack if not _AROUND_FILE.search(frame.file)]
-    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
-    if True not in is_own:
-        packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
-        package = next((name for name in reversed(packages) if name), None)
-        is_own = [name == package for name in packages]
-    if True not in is_own:
+    own_index = _find_own(stack)
+    if own_index is None:
         return "", "", "", _describe_leaf(stack[0]) if stack else ""
-    index = is_own.index(True) if at is None else stack.index(at)
+    index = own_index if at is None else stack.index(at)
     own = stack[index]
     callee = stack[index - 1] if index else None
     meant = next((frame for frame in reversed(stack[:index]) if not _is_wrapper(frame)), callee)
@@ -340,6 +357,16 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
     outer = (_base_name(frame.function) for frame in stack[index:] if frame.file == own.file)
     function = next((text for text in outer if not text.endswith(("comp>", "genexpr>", "lambda>"))), "")
     return line, function or _base_name(own.function), name, leaf
+
+
+def _find_own(stack: Sequence[Frame]) -> int | None:
+    """The position of the innermost frame of own code; None: there is none."""
+    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
+    if True not in is_own:
+        packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
+        package = next((name for name in reversed(packages) if name), None)
+        is_own = [name == package for name in packages]
+    return is_own.index(True) if True in is_own else None
 
 
 def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> str:
@@ -494,7 +521,6 @@ def _is_waiting(stack: Sequence[Frame]) -> bool:
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
-    """Whether an installed module is being imported."""
     inner = itertools.takewhile(lambda frame: not is_job_code(frame), stack)
     return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
 

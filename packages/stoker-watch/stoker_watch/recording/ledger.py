@@ -115,8 +115,8 @@ class _PendingEvent(msgspec.Struct, frozen=True):
 class TimeBreakdown:
     """Where the time from start_s to end_s (of `time.perf_counter`) went.
 
-    phases: device-seconds by phase, all positive; they add up to wall_s × devices. input_wait_stages: device-seconds of
-    `input_wait` by stage of `records.INPUT_STAGES`; they add up to it.
+    phases: seconds by phase, all positive; they add up to wall_s. input_wait_stages: seconds of `input_wait` by stage,
+    one of `records.INPUT_STAGES`; they add up to it.
     host_bound_steps: issued steps that the device had finished when the last of their work was issued; None on a CPU.
     thread_cpu_s: CPU-seconds of the training thread by phase.
     """
@@ -133,20 +133,19 @@ class TimeBreakdown:
 class Ledger:
     """Accounts for the time of one rank since `start_s`, which may be before the ledger was created (process start).
 
-    now: the host's clock; `clock` resolves in its seconds. devices: how many devices this thread drives; each second of
-    wall time is that many device-seconds. ranges: receives each phase and step (`step`). default_phase: the phase of
-    time after the start for which the thread set none. thread_now: CPU-seconds of the calling thread.
+    now: the host's clock; `clock` resolves in its seconds. ranges: receives each phase and step (`step`).
+    default_phase: the phase of time after the start for which the thread set none. thread_now: CPU-seconds of the
+    calling thread.
     """
 
     def __init__(
-        self, clock: EventClock, *, start_s: float, now: Callable[[], float] = time.perf_counter, devices: int = 1,
+        self, clock: EventClock, *, start_s: float, now: Callable[[], float] = time.perf_counter,
         ranges: ProfilerRanges | None = None, default_phase: str = "unattributed",
         thread_now: Callable[[], float] = time.thread_time,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._ranges = ranges
         self._now = now
-        self._devices = devices
         self._stack, self._default_phase = ["startup"], default_phase
         self._in_step = False
         self._device_phase: str | None = None
@@ -269,16 +268,14 @@ class Ledger:
         self._account_until_now()
         self._attribute_cpu()
         wall_s = self._accounted_until_s - self._window_start_s
-        phases = {name: seconds * self._devices for name, seconds in self._phase_s.items()}
-        stages = {stage: seconds * self._devices for stage, seconds in self._input_stage_s.items()}
-        if stages:
-            phases[_INPUT_WAIT] = sum(stages.values())  # so that they add up exactly
+        if self._input_stage_s:
+            self._phase_s[_INPUT_WAIT] = sum(self._input_stage_s.values())  # so that they add up exactly
         breakdown = TimeBreakdown(
             start_s=self._window_start_s,
             end_s=self._accounted_until_s,
             wall_s=wall_s,
-            phases=phases,
-            input_wait_stages=stages,
+            phases=self._phase_s,
+            input_wait_stages=self._input_stage_s,
             host_bound_steps=None if self._clock.on_host else self._host_bound_steps,
             thread_cpu_s={name: seconds for name, seconds in self._cpu_by_phase.items() if seconds > 0},
         )
@@ -312,7 +309,6 @@ class Ledger:
             self._account_until_now()
 
     def _attribute_cpu(self) -> None:
-        """Adds the CPU time since the last call to the current phase."""
         cpu_s = self._thread_now()
         self._cpu_by_phase[self._stack[-1]] += cpu_s - self._last_cpu_s
         self._last_cpu_s = cpu_s

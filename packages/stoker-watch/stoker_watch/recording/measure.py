@@ -249,7 +249,6 @@ class Measure:
         self._writer.close()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for the next batch."""
         self._check_inside_block("m.data()")
         if self._phase_depth or not self._recording:
             return contextlib.nullcontext()
@@ -280,7 +279,6 @@ class Measure:
             raise UsageError(text, cause="only that thread is measured", fix="call it in the training thread")
 
     def _write_if_due(self) -> None:
-        """Writes a line if a second has passed."""
         if self._recording and time.perf_counter() - self._window_start_s >= WINDOW_S:
             self._run_safely(self._write_window)
 

@@ -37,6 +37,7 @@ MAX_PENDING = 1000
 """Lines of a training that wait for its run folder."""
 LOADER_FUNCTION = "WorkerPool._run_worker"
 """The trainer's outermost frame in a thread that loads images."""
+_REQUESTS, MAX_REQUEST_BYTES = ("start", "steps", "workers"), 4096
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 _CODE = """
@@ -60,7 +61,7 @@ class _SamplingProcess:
         try:
             # without `site`, whose startup files are for the job: a hook, a coverage tool
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(os.path.abspath, sys.path)]),
+                [sys.executable, "-S", "-E", "-c", _CODE, json.dumps([*map(str, sys.path)]),
                  function, str(os.getpid()), *map(str, arguments)],
                 stdin=pipe, stdout=stdout, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
@@ -224,7 +225,7 @@ def record_training(pid: str, thread: str, package: str) -> None:
 
 
 def _requests(pid: int) -> Iterator[list[str]]:
-    """What the sampled process asks for, as words, until it asks for the end, or ends."""
+    """What the sampled process asks for, as words, until it asks for anything else, or ends."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     data = b""
@@ -235,9 +236,12 @@ def _requests(pid: int) -> Iterator[list[str]]:
             return
         *lines, data = (data + received).split(b"\n")
         for line in lines:
-            if line == b"stop":
+            request = line.decode(errors="replace").split()
+            if not request or request[0] not in _REQUESTS:
                 return
-            yield line.decode().split()
+            yield request
+        if len(data) > MAX_REQUEST_BYTES or not data.isascii():  # the program has written into this pipe
+            return
 
 
 class TrainingSampler(StackSampler):

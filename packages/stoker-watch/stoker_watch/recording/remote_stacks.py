@@ -29,11 +29,11 @@ MAX_FRAMES, MAX_THREADS = 1000, 5000
 MAX_TRIES = 10
 """Reads of a stack that changed meanwhile, as where generators take turns all the time."""
 MAX_TEXT_BYTES, MAX_TABLE_BYTES = 4096, 2**20
-"""Of a name, of a line table."""
+"""Bounds of a name and of a line table."""
 MAX_SAMPLE_BYTES, MAX_SAMPLE_CPU_S = 2**26, 2.0
 """Read and taken for a sample of all threads: a process may forge its memory. Real ones need a thousandth of it."""
 MAX_KEPT_BYTES, _FRAME_KEPT_BYTES, _ENTRY_KEPT_BYTES = 2**28, 1024, 64
-"""Of functions and frames that are remembered, by estimates for a frame and for a byte of a line table."""
+"""Memory of functions and frames that are remembered, by estimates for a frame and for a byte of a line table."""
 MAX_LIBRARIES, MAX_SECTION_BYTES = 4, 2**24
 """Files that may be Python's library; bytes read of a table of an ELF file. CPython's have about a MiB."""
 
@@ -44,7 +44,7 @@ _ROOT_BYTES = 1024
 """sizeof(PyThreadState), at most; the _PyCFrame of a thread without frames is in it."""
 _CODE_BYTES = 208
 _THREAD_HEADER_BYTES = 128
-"""Of the C library's structure of a thread: flags and counts, one of which may be as small as an ID."""
+"""The head of the C library's structure of a thread: flags and counts, one of which may be as small as an ID."""
 _WORD = struct.Struct("<Q")
 _GENERATOR_FLAGS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -80,7 +80,7 @@ class _Layout(NamedTuple):
     code: int
     previous: int
     instruction: int
-    """Of a frame: f_executable or f_code, previous or f_back, instr_ptr, prev_instr or f_lasti."""
+    """Fields of a frame: f_executable or f_code, previous or f_back, instr_ptr, prev_instr or f_lasti."""
     filename: int
     name: int
     """co_qualname, or before 3.11 co_name."""
@@ -179,7 +179,7 @@ class RemoteStacks:
             address = _word_at(state, layout.next_thread)
 
     def _consistent_stack(self, address: int, state: bytes) -> Stack:
-        """Of a thread, by its PyThreadState; read again if it has changed. Empty: no frames, or always changed."""
+        """Reads a thread's stack by its PyThreadState, again if it has changed. Empty: no frames, or always changed."""
         for attempt in range(MAX_TRIES):
             try:
                 return self._stack(address, self._bytes(address, _THREAD_BYTES) if attempt else state)
@@ -188,7 +188,7 @@ class RemoteStacks:
         return Stack()
 
     def _stack(self, address: int, state: bytes) -> Stack:
-        """Of a thread, by its PyThreadState. Raises _ChangedError."""
+        """Reads a thread's stack by its PyThreadState. Raises _ChangedError."""
         layout = self._layout
         frame = _word_at(state, layout.frame)
         if layout.cframe >= 0 and frame:
@@ -406,7 +406,7 @@ class _Function:
         self._further = read(self.table or b"", self.first_line, self.version)
 
     def find_entry(self, offset: int) -> "LineEntry":
-        """Of the instruction at an offset in bytes. Reads the table up to there: that of a module is long."""
+        """Finds the instruction at an offset in bytes. Reads the table up to there: that of a module is long."""
         while not self._entries or self._entries[-1].end <= offset:
             if (entry := next(self._further, None)) is None:
                 return LineEntry(0, self.first_line)

@@ -36,7 +36,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 def get_rank_and_world_size() -> tuple[int, int]:
-    """Of this process: from its process group, else from RANK and WORLD_SIZE (set by torchrun); else (0, 1)."""
+    """Asks the process group of this process, else RANK and WORLD_SIZE (set by torchrun); else (0, 1)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -172,7 +172,7 @@ class SampledProcess:
         )
 
     def begin(self) -> None:
-        """A window. Raises what `RemoteStacks` does."""
+        """Begins a window. Raises what `RemoteStacks` does."""
         if self.stacks is None:
             self.stacks = RemoteStacks(self.pid)
         self.window, self.sampled_s = SampleWindow(self.pid), time.monotonic()
@@ -301,7 +301,6 @@ class StackSampler:
             target.window.is_complete = True
 
     def _renew_window(self, target: SampledProcess) -> None:
-        """Writes a window that is complete, and begins the next one."""
         window = target.window
         if window is None:
             return
@@ -325,7 +324,7 @@ class StackSampler:
             self._give_up(target, f"{type(error).__name__}: {error}")
 
     def _begin(self, targets: list[SampledProcess]) -> None:
-        """Windows of those that have none."""
+        """Begins a window of each process that has none and may have one."""
         for target in targets:
             if target.window is not None or target.role == HELPER or target.is_given_up:
                 continue
@@ -342,7 +341,6 @@ class StackSampler:
                 self._give_up(target, f"{type(error).__name__}: {error}")
 
     def _give_up(self, target: SampledProcess, reason: str) -> None:
-        """Samples this process no more; the others go on."""
         target.is_given_up = self._is_unreadable = True
         target.close()
         self._last_failure = reason
@@ -352,13 +350,12 @@ class StackSampler:
             self._report(f"not recorded{' from here on' if self._any_sampled else ''}: {reason}")
 
     def _report(self, status: str) -> None:
-        """Of the stacks of the whole job; a job may have any number of processes that cannot be read."""
+        """Reports a changed status, MAX_REPORTS at most: a job may have any number of processes that cannot be read."""
         if status != self._status and self._num_reports < MAX_REPORTS:
             self._status, self._num_reports = status, self._num_reports + 1
             self._on_status(status)
 
     def _end(self, target: SampledProcess) -> None:
-        """Writes the window of a process."""
         try:
             self._end_window(target)
         except Exception as error:  # noqa: BLE001 (the names of its functions and files may be forged, too)

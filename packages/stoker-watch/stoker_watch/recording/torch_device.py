@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_WITHOUT_STREAMS = frozenset({"cpu", "xla", "tpu"})
+XLA_KINDS = frozenset({"xla", "tpu"})
+"""Devices whose programs XLA compiles: `xla` of torch_xla (also its CPU client), `tpu` of torch_tpu. Streams, events,
+pinned memory and fused optimizers are not used there."""
 
 
 class TorchDevice:
@@ -15,7 +17,7 @@ class TorchDevice:
 
     def __init__(self, torch: Any, device: Any) -> None:
         self._torch, self._device = torch, device
-        self._has_streams = device.type not in _WITHOUT_STREAMS
+        self._has_streams = device.type not in XLA_KINDS | {"cpu"}
         self._stream: Any = None
 
     def make_clock(self) -> "DeviceClock":

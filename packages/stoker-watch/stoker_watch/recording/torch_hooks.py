@@ -105,7 +105,6 @@ class TorchHooks:
         return psutil.Process().memory_info().rss if self.device is None else self.device.peak_bytes()
 
     def close(self) -> None:
-        """Restores all patched functions."""
         self._is_active = False
         for patch in reversed(self._patches):
             patch.restore()

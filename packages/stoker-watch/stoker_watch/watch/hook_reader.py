@@ -206,7 +206,7 @@ class RankTimeBreakdown:
         self._start_s = start_s
         self._current: HookState | None = None
         self._offset: dict[Sum, float] = {}
-        """Of the current process at the beginning of the window in which it was first seen."""
+        """Sums of the current process at the beginning of the window in which it was first seen."""
         self._ended: dict[Sum, float] = {}
         self._reported: dict[Sum, float] = {}
         self._ended_names: set[str] = set()
@@ -299,7 +299,7 @@ class RankTimeBreakdown:
 
 
 def _sums(state: HookState, now_s: float | None) -> dict[Sum, float]:
-    """now_s: as in `phase_seconds`."""
+    """All sums of a process. now_s: as in `phase_seconds`."""
     return {
         **{("phase", name): seconds for name, seconds in phase_seconds(state, now_s).items()},
         **{("cpu", name): seconds for name, seconds in cpu_by_phase(state).items()},
@@ -372,7 +372,6 @@ class HookReader:
         """PID → rank of the live processes that have done a step. May be read in any thread."""
 
     def poll(self) -> None:
-        """Reads the state files."""
         living: dict[int, list[HookState]] = {}
         ended: dict[int, list[HookState]] = {}
         now_s = time.monotonic()
@@ -426,11 +425,9 @@ class HookReader:
                 self._input_fractions.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, fraction))
 
     def has_new_steps(self) -> bool:
-        """Whether there was a step since the last window."""
         return any(breakdown.has_new_steps() for breakdown in self._ranks.values())
 
     def has_trained(self) -> bool:
-        """Whether a process of the job has done a step."""
         return any(breakdown.steps for breakdown in self._ranks.values())
 
     def _failures(self, path: Path) -> list[str]:
@@ -479,7 +476,7 @@ class HookReader:
             return []
 
     def _reports(self, ending: str, kind: type[Report]) -> Iterator[list[Report]]:
-        """Of files that are whole lists; those that are not what the hook writes are left out."""
+        """Reads files that are whole lists; those that are not what the hook writes are left out."""
         for path in self._oldest_first(ending):
             with contextlib.suppress(OSError, ValueError, RecursionError, msgspec.MsgspecError):
                 yield msgspec.json.decode(self._read(path, MAX_ERROR_BYTES), type=list[kind])  # type: ignore[valid-type]
@@ -546,7 +543,6 @@ def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
 
 
 def add_hook_env(env: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """The job's environment variables, with the hook."""
     path = env.get("PYTHONPATH")
     return {
         **env,

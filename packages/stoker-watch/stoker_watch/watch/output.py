@@ -153,44 +153,60 @@ def parse_dict(line: str) -> Progress | None:
 
 
 def parse_layout(line: str) -> Progress | None:
-    """A line in one of the layouts."""
+    """The progress in a line that has one of the LAYOUTS."""
     match = next((match for layout in LAYOUTS.values() if (match := layout.search(line)) is not None), None)
     if match is None:
         return None
-    group: dict[str, str | None] = match.groupdict()
-    words = group.get("words") or ""
+    group: dict[str, str] = match.groupdict(default="")
+    words = group.get("words", "")
     text = group.get("pairs_with_loss") or group.get("pairs") or words
     pairs = {name.lower(): parse_number(value) for name, value in _PARTS["word_pair"].findall(words)} | _pairs(text)
-    pairs |= {name: parse_number(group[name] or "") for name in ("loss", "lr") if group.get(name)}
-    losses = _losses(pairs) | {
-        f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
-    }
-    title = (group.get("title") or "").strip()
-    epoch = group.get("epoch") or ((word := _PARTS["epoch_word"].search(title)) and word[1])
-    is_tqdm = "title" in group
-    plain = [value for name, value in pairs.items() if _PARTS["plain_loss_name"].match(name)]
-    if is_tqdm and not losses and not title and len(plain) == 1:  # a bar with `MSE=0.05`
-        losses = {"total": plain[0]}
+    pairs |= {name: parse_number(group[name]) for name in ("loss", "lr") if group.get(name)}
+    numbered = enumerate(group.get("losses", "").split(), start=1)
+    losses = _losses(pairs) | {f"loss_{n}": parse_number(value) for n, value in numbered}
+    title, is_tqdm = group.get("title", "").strip(), "title" in group
+    epoch = _read_count(group.get("epoch") or _first_group("epoch_word", title))
+    if is_tqdm and not title:
+        losses = losses or _plain_loss(pairs)
     if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
-    step_time = _PARTS["step_time"].search(text)
-    step_s = parse_number(group["step_s"] or "") if group.get("step_s") else pairs.get("time", pairs.get("batch"))
-    if step_time is not None:
-        step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
-    step, total = group.get("step"), group.get("total") or ""
+    counts_from_0 = "step_from_0" in group
     return Progress(
-        step=int(step) if step else int(group["step_from_0"] or 0) + 1 if "step_from_0" in group else None,
-        total_steps=int(total) if total.isdecimal() else None,
-        epoch=int(epoch) if epoch else None,
+        step=int(group["step_from_0"]) + 1 if counts_from_0 else _read_count(group.get("step", "")),
+        total_steps=_read_count(group.get("total", "")),
+        epoch=epoch,
         losses=losses,
         lr=_find_lr(pairs),
         grad_norm=_find_grad_norm(pairs),
         img_per_s=_find_speed(text, pairs),
-        step_s=step_s,
-        input_wait_s=pairs.get("data") if "step_from_0" in group or words else None,
+        step_s=_find_step_s(text, pairs, group.get("step_s", "")),
+        input_wait_s=pairs.get("data") if counts_from_0 or words else None,
         is_bare_bar=is_tqdm and not losses and epoch is None,
-        loss_columns=tuple((group.get("columns") or "").split()),
+        loss_columns=tuple(group.get("columns", "").split()),
     )
+
+
+def _read_count(text: str) -> int | None:
+    """None: there is none, or it is not known to the job either."""
+    return int(text) if text.isdecimal() else None
+
+
+def _first_group(part: str, text: str) -> str:
+    match = _PARTS[part].search(text)
+    return "" if match is None else match[1]
+
+
+def _plain_loss(pairs: dict[str, float]) -> dict[str, float]:
+    """The loss of a bar with `MSE=0.05`, if it has only one such number."""
+    plain = [value for name, value in pairs.items() if _PARTS["plain_loss_name"].match(name)]
+    return {"total": plain[0]} if len(plain) == 1 else {}
+
+
+def _find_step_s(text: str, pairs: dict[str, float], in_layout: str) -> float | None:
+    """Seconds per step. in_layout: the text at the place of the layout for it, if it has one."""
+    if (found := _PARTS["step_time"].search(text)) is not None:
+        return parse_number(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    return parse_number(in_layout) if in_layout else pairs.get("time", pairs.get("batch"))
 
 
 def parse_plain(line: str) -> Progress | None:

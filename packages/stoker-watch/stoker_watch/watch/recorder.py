@@ -116,7 +116,7 @@ def job_name(command: list[str]) -> str:
     return re.sub(r"[^\w.]+", "_", name).strip("._") or "job"
 
 
-class Recorder:
+class JobRecorder:
     """Records a job in its run folder.
 
     output: of the job; default: output.log, which the relay writes. hook_dir: of the hook's state files; None: no hook.
@@ -136,7 +136,8 @@ class Recorder:
         self._stop = threading.Event()
         self._coverage = dict(coverage)
         self._coverage_lock = threading.Lock()
-        self._start_s = time.monotonic()
+        self._start_s = self._next_process_poll_s = self._last_output_s = time.monotonic()
+        self._lines, self._parser = LineSplitter(), ProgressParser()
         self._processes: JobProcesses | None = None
         self._devices = max(1, len(json.loads((folder.path / ENVIRONMENT).read_bytes())["gpu"]["gpus"]))
         self._hook_reader = HookReader(hook_dir, devices=self._devices, now_s=self._start_s)
@@ -154,7 +155,6 @@ class Recorder:
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
-        """Records the job inside the block."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
         sampler = stacks.StackSampler(
@@ -222,61 +222,70 @@ class Recorder:
             self._folder.event("warning", f"steps.jsonl ends here: {type(error).__name__}: {error}")
 
     def _record_until_stopped(self) -> None:
-        windows, hook_reader = self._windows, self._hook_reader
-        lines, parser = LineSplitter(), ProgressParser()
-        next_process_poll_s = last_output_s = time.monotonic()
-        is_behind = False
-        while True:
+        is_behind = stopping = False
+        while not stopping:
             stopping = self._stop.wait(0.0 if is_behind else POLL_INTERVAL_S)
-            is_behind, deadline_s = False, time.monotonic() + (MAX_LAST_READ_S if stopping else MAX_READ_S)
-            for data in self._read_output():
-                last_output_s = time.monotonic()
-                self._read_lines(lines.feed(data), parser)
-                if time.monotonic() > deadline_s:
-                    is_behind = True
-                    break
+            is_behind = self._follow_output(MAX_LAST_READ_S if stopping else MAX_READ_S)
             if stopping:
-                self._read_lines(lines.feed(b"", final=True), parser)
+                self._read_lines(self._lines.feed(b"", final=True))
                 if is_behind:
                     text = "the end of the job's output was not read: steps in it are not recorded"
                     self._folder.event("warning", text)
-            if windows.non_finite_loss is not None:
-                text = f"the job printed that {windows.non_finite_loss}"
-                self._write_once("warning", text, not_finite=windows.non_finite_loss)
-            if self._processes is not None and time.monotonic() >= next_process_poll_s and not stopping:
-                self._processes.poll()
-                next_process_poll_s = time.monotonic() + PROCESS_POLL_S
-                empty = self._processes.empty_inputs()
-                if empty and time.monotonic() - last_output_s > EMPTY_INPUT_WARNING_S:
-                    text = f"no output for {EMPTY_INPUT_WARNING_S:.0f} s; the job reads {empty[0]}, which is empty"
-                    self._write_once("warning", text, empty_inputs=empty)
-            hook_reader.poll()
-            window_s = time.time() - windows.start_s
-            has_news = windows.has_new_progress() or hook_reader.has_new_steps()
+            if (loss := self._windows.non_finite_loss) is not None:
+                self._write_once("warning", f"the job printed that {loss}", not_finite=loss)
+            if not stopping:
+                self._poll_processes()
+            self._hook_reader.poll()
+            window_s = time.time() - self._windows.start_s
+            has_news = self._windows.has_new_progress() or self._hook_reader.has_new_steps()
             if stopping or (window_s >= MIN_WINDOW_S and has_news) or window_s >= MAX_IDLE_WINDOW_S:
                 self._write_windows(time.time())
-                if (holders := hook_reader.growing()) and holders != self._holders:
-                    self._holders = holders
-                    self._folder.event("info", holders[0]["text"], facts={"growth": holders})
-                if (mistakes := hook_reader.mistakes() + self._printed) != self._mistakes:
-                    self._mistakes = mistakes
-                    kinds = ", ".join(str(one["kind"]) for one in mistakes)
-                    text = f"seen in the training loop: {kinds or 'no mistake any more'}"
-                    self._folder.event("info", text, facts={"mistakes": mistakes})
-            if hook_reader.is_on and (stopping or hook_reader.has_trained()):
-                self.set_coverage(HOOK_SOURCE, hook_reader.status())
-                if (workers := hook_reader.num_loader_workers()) is not None:
-                    self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
-                if stopping and (function := hook_reader.recompiled_function()):
-                    facts = {"recompiled": function}
-                    self._folder.event("info", f"{function} was compiled again and again", facts=facts)
-            if stopping:
-                return
+                self._write_findings()
+            if self._hook_reader.is_on and (stopping or self._hook_reader.has_trained()):
+                self._write_hook_status(stopping=stopping)
 
-    def _read_lines(self, lines: list[str], parser: ProgressParser) -> None:
+    def _follow_output(self, max_s: float) -> bool:
+        """Reads the output since the last call, for max_s at most; whether there is more."""
+        deadline_s = time.monotonic() + max_s
+        for data in self._read_output():
+            self._last_output_s = time.monotonic()
+            self._read_lines(self._lines.feed(data))
+            if time.monotonic() > deadline_s:
+                return True
+        return False
+
+    def _poll_processes(self) -> None:
+        if self._processes is None or time.monotonic() < self._next_process_poll_s:
+            return
+        self._processes.poll()
+        self._next_process_poll_s = time.monotonic() + PROCESS_POLL_S
+        empty = self._processes.empty_inputs()
+        if empty and time.monotonic() - self._last_output_s > EMPTY_INPUT_WARNING_S:
+            text = f"no output for {EMPTY_INPUT_WARNING_S:.0f} s; the job reads {empty[0]}, which is empty"
+            self._write_once("warning", text, empty_inputs=empty)
+
+    def _write_findings(self) -> None:
+        """Writes what holds growing memory, and the mistakes that were seen, if they changed."""
+        if (holders := self._hook_reader.growing()) and holders != self._holders:
+            self._holders = holders
+            self._folder.event("info", holders[0]["text"], facts={"growth": holders})
+        if (mistakes := self._hook_reader.mistakes() + self._printed) != self._mistakes:
+            self._mistakes = mistakes
+            kinds = ", ".join(str(one["kind"]) for one in mistakes)
+            text = f"seen in the training loop: {kinds or 'no mistake any more'}"
+            self._folder.event("info", text, facts={"mistakes": mistakes})
+
+    def _write_hook_status(self, *, stopping: bool) -> None:
+        self.set_coverage(HOOK_SOURCE, self._hook_reader.status())
+        if (workers := self._hook_reader.num_loader_workers()) is not None:
+            self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
+        if stopping and (function := self._hook_reader.recompiled_function()):
+            self._folder.event("info", f"{function} was compiled again and again", facts={"recompiled": function})
+
+    def _read_lines(self, lines: list[str]) -> None:
         """Adds up their progress, and notes each mistake of which a framework warns in one of them, once."""
         for line in lines:
-            if (progress := parser.read(line)) is not None:
+            if (progress := self._parser.read(line)) is not None:
                 self._windows.add(progress)
             for part in [part for part in self._warnings if part in line]:
                 shown = line.strip()[:MAX_WARNING]
@@ -347,7 +356,7 @@ class JobProcesses:
         self._empty_counts: dict[str, int] = {}
         self._cgroups: dict[str, Cgroup] = {}
         self._oom_kills: dict[str, tuple[int, int]] = {}
-        """Of each cgroup that has it: the first and the newest count."""
+        """The first and the newest count of each cgroup that has one."""
         self._track_cgroup(pid)
 
     def poll(self) -> None:

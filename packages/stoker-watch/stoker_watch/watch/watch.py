@@ -48,7 +48,7 @@ from stoker_watch.watch.recorder import (
     DEFAULT_COVERAGE,
     HOOK_SOURCE,
     STACKS_SOURCE,
-    Recorder,
+    JobRecorder,
     job_name,
     open_run_folder,
 )
@@ -99,7 +99,7 @@ def watch(
         contextlib.ExitStack() as stack,
     ):
         job_pids: list[int] = []
-        recorder = Recorder(folder, command, coverage=coverage, hook_dir=hook_dir)
+        recorder = JobRecorder(folder, command, coverage=coverage, hook_dir=hook_dir)
         environment = users_environment() if hook_dir is None else add_hook_env(users_environment(), hook_dir)
         if hook and hook_dir is None:
             recorder.set_coverage(HOOK_SOURCE, "not recorded: no space for a few kilobytes in /dev/shm or /tmp")
@@ -295,7 +295,7 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
             open_run_folder(run, job.command, coverage=coverage, environment=_describe_environment(job), job=identity)
         )
         output = FileOutput(files, RotatingLog(str(folder.path / OUTPUT)))
-        recorder = Recorder(folder, job.command, coverage=coverage, output=output.read)
+        recorder = JobRecorder(folder, job.command, coverage=coverage, output=output.read)
         text = f"recording {pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends the recording, not the job"
         print_text(f"stoker watch: {text}", file=sys.stderr, flush=True)
         with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):

@@ -24,6 +24,7 @@ from torch import Tensor
 from stoker.hardware.cuda_trial import TorchDevice, build_with, present_device, runs_on
 from stoker_watch.errors import PreflightError, make_error
 from stoker_watch.hardware.cgroup import host_memory
+from stoker_watch.recording.torch_device import XLA_KINDS as XLA_KINDS
 from stoker_watch.recording.torch_device import DeviceClock
 
 CPU_BLOCK_SIZE = 2**19
@@ -41,9 +42,6 @@ CHUNK_BYTES = 2**26
 ALIGNMENT_BYTES = 64
 """Of every tensor in it: more than any data type needs."""
 
-XLA_KINDS = frozenset({"xla", "tpu"})
-"""Devices whose programs XLA compiles: `xla` of torch_xla (also its CPU client), `tpu` of torch_tpu. Streams, events,
-pinned memory and fused optimizers are not used there."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -64,7 +64,6 @@ class StokerCallback(load_class("TrainerCallback", "transformers", install="tran
             self._accounted_until_s = time.perf_counter()  # an evaluation logs too, before it ends
 
     def _attribute_since_last(self, phase: str) -> None:
-        """The time since the last callback was `phase`."""
         now_s = time.perf_counter()
         if self._session.measure is not None:
             self._session.measure.attribute(phase, self._accounted_until_s, now_s)

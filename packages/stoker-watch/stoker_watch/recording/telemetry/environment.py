@@ -52,7 +52,7 @@ NETWORK_FILESYSTEMS = re.compile(
 """File systems that read over a network, or through a program that may do so."""
 
 QUERY_TIMEOUT_S = 20.0
-"""Of one query: a driver or a storage may hang."""
+"""Limit of one query: a driver or a storage may hang."""
 
 
 def describe(

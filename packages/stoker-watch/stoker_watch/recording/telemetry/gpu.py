@@ -34,7 +34,7 @@ INITIAL_PID_NAMESPACE_INODE = 0xEFFFFFFC
 """Inode of the initial PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
 
 MAX_MIG_DEVICES = 8
-"""Of one GPU; current GPUs have at most seven."""
+"""Slices of one GPU that are looked for; current GPUs have at most seven."""
 
 METRICS = {
     "sm_active": pynvml.NVML_GPM_METRIC_SM_UTIL,
@@ -373,8 +373,6 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverState(msgspec.Struct, frozen=True, kw_only=True):
-    """The driver and its GPUs."""
-
     reason: str | None = None
     """Why there is no visible GPU, or which one does not answer."""
     error: int | None = None
@@ -382,7 +380,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True):
     version: str | None = None
     """580.95.05."""
     num_gpus: int | None = None
-    """Of the driver, also those that CUDA_VISIBLE_DEVICES hides."""
+    """All GPUs of the driver, also those that CUDA_VISIBLE_DEVICES hides."""
     gpus: list[GpuState] = []
 
 

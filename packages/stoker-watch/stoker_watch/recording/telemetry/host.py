@@ -290,7 +290,7 @@ class HostSampler:
         return time_s, counters, tree
 
     def _read_memory(self) -> dict[str, Any]:
-        """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
+        """Memory of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
         memory, meminfo = psutil.virtual_memory(), machine.read_meminfo(self._proc)
         limit, used = memory.total, memory.total - memory.available
         swap = meminfo["SwapTotal"] - meminfo["SwapFree"] if "SwapTotal" in meminfo else None

@@ -12,7 +12,7 @@ from stoker_watch.runs.schemas import GpuSample
 
 GIB = 2**30
 INTERVAL_S, TIMEOUT_S = 10.0, 20.0
-"""Of `tpu-info`, which is a program in Python: each run costs about a second of a core."""
+"""Interval and limit of `tpu-info`, which is a program in Python: each run costs about a second of a core."""
 
 
 def parse_tpu_info(output: str) -> list[GpuSample]:

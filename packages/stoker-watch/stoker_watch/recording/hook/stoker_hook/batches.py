@@ -32,7 +32,7 @@ class BatchFinder:
         self._report, self._withdraw, self._line = report, withdraw, line
         self._fetched = 0
         self._newest: tuple[Any, ...] | None = None
-        """Of a batch that no step has followed yet: values and other parts, None if one is not known; labels, its
+        """A batch that no step has followed yet: values and other parts, None if one is not known; labels, its
         number in the epoch, size of the data set."""
         self._place = ""
         self._values: Any = None
@@ -141,7 +141,7 @@ def _is_whole(tensor: "Any") -> bool:
 
 
 def _num_samples(iterator: "Any", tensors: "list[Any]") -> int:
-    """Of the data set, if it has more than this batch; else 0: all of it may be one batch."""
+    """The size of the data set, if it has more than this batch; else 0: all of it may be one batch."""
     try:
         samples = len(iterator._dataset)
     except (TypeError, AttributeError, NotImplementedError):

@@ -251,7 +251,6 @@ class PhaseClock:
                 self.mistakes.stop(error)
 
     def is_in(self, slot: int) -> bool:
-        """Whether the training thread is in this explicit phase."""
         return self._stack[-1] == slot
 
     def has_batch(self) -> bool:

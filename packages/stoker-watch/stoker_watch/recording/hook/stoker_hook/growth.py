@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 CHECK_S, MAX_CHECK_S, WINDOWS = 5.0, 600.0, 4
 """Time between reads of the memory, a twentieth of that since the first one in these bounds; how many make a trend."""
 MIN_GROWTH_BYTES = 16 << 20
-"""Of the memory over the windows; less is not looked for."""
+"""Growth of the memory over the windows; less is not looked for."""
 FIRST_GAP_S, MAX_GAP_S = 10.0, 300.0
 MAX_LOOK_S, MAX_CONTAINERS, MAX_FRAMES, MAX_VALUES, MAX_HOLDERS = 0.005, 4000, 40, 64, 3
-"""Of a look: CPU-seconds, containers, frames, values of a dictionary or attributes; then what is reported."""
+"""Bounds of a look: CPU-seconds, containers, frames, values of a dictionary or attributes; then what is reported."""
 MIN_SHARE = 0.1
-"""Of the growth of the process, from which a container is reported; one that keeps graphs always is."""
+"""Fraction of the growth of the process from which a container is reported; one that keeps graphs always is."""
 SAMPLED_ITEMS = 4
 
 NOT_OWN = re.compile(

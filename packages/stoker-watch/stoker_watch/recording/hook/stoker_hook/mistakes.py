@@ -106,7 +106,7 @@ class _Watched:
 
 
 class MistakeFinder:
-    """directory: of the state files."""
+    """Looks at a training loop, and writes what it finds into `directory`, that of the state files."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.join(directory, "%d.mistakes" % os.getpid())  # noqa: UP031
@@ -137,7 +137,6 @@ class MistakeFinder:
             self._write()
 
     def withdraw(self, kind: str) -> None:
-        """It was reported, and is not so any more."""
         if self._found.pop(kind, None) is not None:
             self._write()
 
@@ -157,7 +156,6 @@ class MistakeFinder:
             self.stop(error)
 
     def note_evaluated(self, module: "Any") -> None:
-        """The module was put into its mode for evaluation, in the training thread."""
         self._evaluated.append((ref(module), own_line()))
 
     def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
@@ -192,7 +190,6 @@ class MistakeFinder:
             self.stop(error)
 
     def after_backward(self) -> None:
-        """It has ended without an error."""
         if not self.is_on or _is_compiling():
             return
         try:
@@ -202,7 +199,6 @@ class MistakeFinder:
             self.stop(error)
 
     def before_step(self, optimizer: "Any") -> None:
-        """An optimizer of torch will step."""
         key = id(optimizer)
         if key in self._watched or key in self._first_sizes or _is_compiling():
             return
@@ -453,7 +449,6 @@ def _before(node: "Any") -> "Any":
 
 
 def _loss_mistakes(tensors: "Any") -> "set[str]":
-    """Kinds of mistakes in how a loss of torch is given its input."""
     found = set()
     for node in _nodes(tensors, MAX_LOSS_NODES):
         name = _operation(node)
@@ -494,7 +489,7 @@ def _compares_all_pairs(node: "Any", name: str) -> bool:
 
 
 def _shape(node: "Any") -> "tuple[int, ...]":
-    """Of the result of an operation; empty: not known."""
+    """The shape of the result of an operation; empty: not known."""
     metadata = getattr(node, "_input_metadata", None)
     return tuple(int(size) for size in metadata[0].shape) if metadata else ()
 
@@ -507,7 +502,7 @@ def _num_classes(tensors: "Any") -> int:
 
 
 def _classes_of(node: "Any") -> int:
-    """Of a softmax, by its shape alone: reading a saved tensor would run the job's hooks for these. 0: not known."""
+    """Classes of a softmax, by its shape alone: reading a saved tensor would run the job's hooks. 0: not known."""
     shape, dimension = _shape(node), int(getattr(node, "_saved_dim", -1))
     if not shape:
         return 0

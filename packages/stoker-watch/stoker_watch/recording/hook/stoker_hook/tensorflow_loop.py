@@ -224,7 +224,7 @@ def patch_old_keras_model(module: "Any") -> None:
 
 
 def _steps_per_execution(model: "Any") -> int:
-    """Of a model of Keras 2, which keeps it in a variable."""
+    """Reads the variable in which a model of Keras 2 keeps it."""
     try:
         return max(1, int(model._steps_per_execution.numpy()))
     except Exception:  # noqa: BLE001 (another version, or not compiled: `fit` says so itself)

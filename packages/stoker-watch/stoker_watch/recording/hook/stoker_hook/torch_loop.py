@@ -97,7 +97,7 @@ def _time_worker_starts(iterator_class: "Any") -> None:
 
 
 def _highest_lr(groups: "list[dict[str, Any]]") -> "Any":
-    """Of the groups of an optimizer, of which one that is frozen may have 0; None: not numbers of Python."""
+    """The highest rate of an optimizer's groups: one that is frozen may have 0. None: not numbers of Python."""
     rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
     return max(rates) if rates and len(rates) == len(groups) else None
 
