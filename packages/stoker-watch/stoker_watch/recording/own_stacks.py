@@ -78,10 +78,10 @@ class _SamplingProcess:
             with contextlib.suppress(OSError):  # it has ended, or does not read
                 os.write(self._fd, f"{request}\n".encode())
 
-    def stop(self) -> int | None:
-        """Lets it write its last lines; a process that hangs is killed. Returns the exit code of one that had ended
-        before, else None."""
-        ended_before = self.process.poll()
+    def stop(self, folder: RunFolder | None) -> None:
+        """Lets it write its last lines; a process that hangs is killed. folder: for an event, if it has ended."""
+        if (code := self.process.poll()) is not None and folder is not None:
+            folder.event("info", f"stacks: the process that samples them ended with exit code {code}")
         self.send("stop")  # closing alone is not seen while a forked worker has the other end, too
         if is_still_open(self._fd, self._status):
             os.close(self._fd)
@@ -91,11 +91,6 @@ class _SamplingProcess:
             self.process.kill()
             self.process.wait()
         allow_reading(0)
-        return ended_before
-
-
-def _ended_early(code: int) -> str:
-    return f"stacks: the process that samples them ended with exit code {code}"
 
 
 class OwnProcessSampler:
@@ -115,8 +110,7 @@ class OwnProcessSampler:
         self._child.send("steps")
 
     def stop(self) -> None:
-        if (code := self._child.stop()) is not None:
-            self._folder.event("info", _ended_early(code))
+        self._child.stop(self._folder)
 
 
 class _Sent(msgspec.Struct):
@@ -147,7 +141,7 @@ class TrainingStacks:
             try:
                 self._reader.start()
             except RuntimeError:  # no more threads
-                self._child.stop()
+                self._child.stop(None)
                 raise
 
     @property
@@ -159,8 +153,7 @@ class TrainingStacks:
         """Writes what was sampled so far and what follows."""
         with self._lock:
             self._folder = folder
-            while self._pending:
-                self._write(folder, self._pending.popleft())
+            self._write_pending()
 
     def note_workers(self, pids: list[int]) -> None:
         """The processes that load images."""
@@ -170,30 +163,29 @@ class TrainingStacks:
     def stop(self) -> None:
         """Writes the last windows. May be called twice."""
         child, self._child = self._child, None
-        if child is None or self._reader is None:
-            return
-        code = child.stop()
-        self._reader.join()
-        if code is not None and self._folder is not None:
-            self._folder.event("info", _ended_early(code))
+        if child is not None and self._reader is not None:
+            child.stop(self._folder)
+            self._reader.join(STOP_TIMEOUT_S)
 
     def _read_lines(self, lines: IO[bytes]) -> None:
-        with lines:
-            for line in lines:
-                sent = msgspec.json.decode(line, type=_Sent)
-                with self._lock:
-                    if self._folder is None:
-                        self._pending.append(sent)
-                    else:
-                        self._write(self._folder, sent)
+        try:
+            with lines:
+                for line in lines:
+                    with self._lock:
+                        self._pending.append(msgspec.json.decode(line, type=_Sent))
+                        self._write_pending()
+        except Exception as error:  # noqa: BLE001 (training goes on without samples, and an event says so)
+            if self._folder is not None:
+                self._folder.event("warning", f"stacks.jsonl ends here: {type(error).__name__}: {error}")
 
-    @staticmethod
-    def _write(folder: RunFolder, sent: _Sent) -> None:
-        if sent.status:
-            folder.event("info", f"stacks: {sent.status}")
-        if sent.window is not None:
-            sent.window.attempt = folder.attempt
-            folder.append(STACKS, sent.window)
+    def _write_pending(self) -> None:
+        while self._folder is not None and self._pending:
+            sent = self._pending.popleft()
+            if sent.status:
+                self._folder.event("info", f"stacks: {sent.status}")
+            if sent.window is not None:
+                sent.window.attempt = self._folder.attempt
+                self._folder.append(STACKS, sent.window)
 
 
 def record(pid: str, rank: str, path: str, attempt: str) -> None:
