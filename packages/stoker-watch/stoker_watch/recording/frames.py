@@ -226,8 +226,8 @@ def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tupl
     computes = kind == "compute"
     if computes and (frame := _line_after_step(stack)) is not None:
         return kind, AFTER_STEP, frame
-    if _loops_without_grad(stack):
-        return "python", "python", None
+    if _line_after_step(stack) is None and _line_in_loop(stack, without_grad=True) is not None:
+        return "python", "python", None  # it selects boxes or pairs one by one, and is no part of the model
     if computes and (frame := _line_in_loop(stack)) is not None:
         return kind, LOOP_IN_STEP, frame
     if computes and (_runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)):
@@ -391,18 +391,20 @@ def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
     return None
 
 
-def _line_in_loop(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers."""
+def _line_in_loop(stack: Sequence[Frame], *, without_grad: bool = False) -> Frame | None:
+    """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers.
+    without_grad: of the loops with gradients off alone, in a step of the job's own."""
     found: Frame | None = None
     for frame in _without_loss(stack):
         if found is None and _LAYER_FILE.search(frame.file):
             return None
         if not is_job_code(frame):
-            if found is not None and _TRAINER_FILE.search(frame.file):
+            if found is not None and not without_grad and _TRAINER_FILE.search(frame.file):
                 return found
             continue
         at = find_loop(frame.file, frame.line, _base_name(frame.function))
-        found = found or (frame if at.in_loop else None)
+        if found is None and at.in_loop and (at.without_grad or not without_grad):
+            found = frame
         if at.has_step:
             return found if at.in_step else None
     return None
@@ -413,23 +415,6 @@ def _without_loss(stack: Sequence[Frame]) -> Sequence[Frame]:
     first = next((index for index, frame in enumerate(stack) if is_job_code(frame)), len(stack))
     is_loss = any(_LOSS_FILE.search(frame.file) for frame in stack[:first])
     return stack[first:] if is_loss else stack
-
-
-def _loops_without_grad(stack: Sequence[Frame]) -> bool:
-    """Whether own code inside of the training step is in a Python loop with gradients off that runs no layers: it
-    selects boxes or pairs one by one, and is no part of the model."""
-    if _line_after_step(stack) is not None:
-        return False
-    found = False
-    for frame in _without_loss(stack):
-        if not found and _LAYER_FILE.search(frame.file):
-            return False
-        if is_job_code(frame):
-            at = find_loop(frame.file, frame.line, _base_name(frame.function))
-            found = found or (at.in_loop and at.without_grad)
-            if at.has_step:
-                return found and at.in_step
-    return False
 
 
 def _line_without_gradients(stack: Sequence[Frame]) -> Frame | None:
