@@ -90,10 +90,15 @@ def test_the_end_of_a_foreign_process(end: str, code: int, kind: str, data: dict
     assert explain_run(run).state == kind
 
 
+def start_ticks_of(pid: int) -> int:
+    """Also of a process that has ended and is not reaped."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def test_sources_of_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sh", "-c", "exit 9"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    start_ticks = int(attach_module._stat_fields(child.pid)[19])
+    start_ticks = start_ticks_of(child.pid)
     ended = attach_module.AttachedProcess(child.pid, os.pidfd_open(child.pid), ["sh"], "/", start_ticks)
     monkeypatch.setattr(attach_module, "EXIT_CODE_TIMEOUT_S", 0.0)
     told = attach_module._GET_INFO
@@ -209,7 +214,7 @@ def test_a_live_job_that_spins_on_an_empty_file_gets_a_warning(tmp_path: Path, m
 
 def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
-    start_ticks = int(attach_module._stat_fields(os.getpid())[19])
+    start_ticks = start_ticks_of(os.getpid())
     job = {"pid": os.getpid(), "start_ticks": start_ticks, "boot": boot_id()}
     folder = RunFolder(tmp_path, 1)
     for changed, lives in (({}, True), ({"start_ticks": start_ticks + 1}, False), ({"boot": "another"}, False)):

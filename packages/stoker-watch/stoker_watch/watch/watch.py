@@ -38,7 +38,7 @@ from stoker_watch.monitor.options import MonitoringOptions
 from stoker_watch.printable import print_text
 from stoker_watch.recording import stacks
 from stoker_watch.recording.telemetry.environment import describe_job
-from stoker_watch.recording.telemetry.machine import ForeignProcess, read_life
+from stoker_watch.recording.telemetry.machine import ForeignProcess, read, read_life
 from stoker_watch.runs.records import OUTPUT
 from stoker_watch.secrets import mask_argv
 from stoker_watch.watch import output_relay
@@ -320,7 +320,7 @@ def read_exit_code(job: AttachedProcess) -> int | None:
     code: int | None = None
     while True:
         with contextlib.suppress(OSError):  # it was reaped
-            fields = _stat_fields(job.pid)
+            fields = read(f"/proc/{job.pid}/stat").decode(errors="replace").rpartition(")")[2].split()  # proc(5)
             if int(fields[19]) == job.start_ticks and fields[0] in "ZX":
                 code = os.waitstatus_to_exitcode(int(fields[49]))
         info = bytearray(64)
@@ -332,11 +332,6 @@ def read_exit_code(job: AttachedProcess) -> int | None:
         if code is not None or time.monotonic() > deadline_s:
             return code
         time.sleep(0.02)
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on (proc(5)). Raises OSError if there is no such process."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 @contextlib.contextmanager

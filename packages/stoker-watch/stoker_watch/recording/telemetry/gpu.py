@@ -113,7 +113,8 @@ def visible_gpus(visible: str | None) -> list[Gpu]:
         if name.isdecimal():
             matches = [_first_mig_device(gpu) for gpu in all_gpus if gpu.index == int(name)]
         elif name.startswith("GPU-"):
-            matches = [_first_mig_device(gpu) for gpu in all_gpus if gpu.device and _uuid(gpu).startswith(name)]
+            opened = [(gpu, query(pynvml.nvmlDeviceGetUUID, gpu.device)) for gpu in all_gpus if gpu.device]
+            matches = [_first_mig_device(gpu) for gpu, uuid in opened if (uuid or "").startswith(name)]
         elif name.startswith("MIG-") and (mig_device := query(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
             parent = query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, mig_device)
             matches = [
@@ -147,10 +148,6 @@ def _first_mig_device(gpu: Gpu) -> Gpu:
 
 def _make_mig_gpu(gpu: Gpu, mig_device: Any) -> Gpu:
     return Gpu(gpu.index, gpu.device, mig_device, query(pynvml.nvmlDeviceGetGpuInstanceId, mig_device))
-
-
-def _uuid(gpu: Gpu) -> str:
-    return query(pynvml.nvmlDeviceGetUUID, gpu.device) or ""
 
 
 class GpuSampler:
