@@ -483,7 +483,7 @@ def test_an_exception_is_recorded_with_where_it_was_raised(tmp_path: Path) -> No
     assert (finding.place or "").startswith("test_measure.py:")
 
 
-ROOT = Path(__file__).parents[3]
+PACKAGES = Path(stoker_watch.__file__).parents[1]
 HOSTILE = """
 import fcntl, os, signal, sys, time
 import stoker_watch
@@ -545,7 +545,7 @@ open(f"{run}-ended", "w").close()
 def test_whatever_the_program_does_to_its_descriptors_it_goes_on(tmp_path: Path, what: str, kinds: list[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    odd = {"RANK": "9" * 5000, "WORLD_SIZE": "\u00b2", "A\udcff": "\udcff", "PYTHONPATH": f"{ROOT}:/\udcff"}
+    odd = {"RANK": "9" * 5000, "WORLD_SIZE": "\u00b2", "A\udcff": "\udcff", "PYTHONPATH": f"{PACKAGES}:/\udcff"}
     environment = os.environ | (odd if what == "has an odd environment" else {})
     done = subprocess.run(
         [sys.executable, "-c", HOSTILE, what, run],
