@@ -1,4 +1,4 @@
-"""How long COCO's numbers take at the size of COCO's validation set, beside pycocotools and faster-coco-eval.
+"""How long COCO's numbers take at the size of COCO's validation set, beside pycocotools and hotcoco.
 
 5,000 images, 36,781 ground truth boxes of 80 classes and all three sizes, 1 % of them crowd regions, and 100 detections
 a image, all drawn from a seed: most detections lie near ground truth boxes with their class, scores fall with the
@@ -167,10 +167,10 @@ def measure_pycocotools(folder: Path) -> dict[str, Any]:
     return by_cocoeval(folder, COCO, lambda gt, found: COCOeval(gt, found, "bbox"))
 
 
-def measure_faster(folder: Path) -> dict[str, Any]:
-    from faster_coco_eval import COCO, COCOeval_faster
+def measure_hotcoco(folder: Path) -> dict[str, Any]:
+    from hotcoco import COCO, COCOeval
 
-    return by_cocoeval(folder, COCO, lambda gt, found: COCOeval_faster(gt, found, "bbox"))
+    return by_cocoeval(folder, COCO, lambda gt, found: COCOeval(gt, found, "bbox"))
 
 
 def by_cocoeval(folder: Path, coco: Callable[..., Any], evaluation: Callable[..., Any]) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def numbers(metrics: Any) -> list[float]:
 
 def run(quick: bool) -> Report:
     images, boxes = (PICTURES // 10, BOXES // 10) if quick else (PICTURES, BOXES)
-    turns = {"stoker": 5, "stoker_files": 5, "pycocotools": 1 if quick else 3, "faster": 1}
+    turns = {"stoker": 5, "stoker_files": 5, "pycocotools": 1 if quick else 3, "hotcoco": 5}
     runs: dict[str, list[dict[str, Any]]] = {what: [] for what in turns}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary)
@@ -223,18 +223,18 @@ def run(quick: bool) -> Report:
                 if turn < count:
                     runs[what].append(run_child(what, folder, folder / f"cache-{turn}"))
     expected = runs["pycocotools"][0]["numbers"]
-    for what in ("stoker", "stoker_files", "faster"):
+    for what in ("stoker", "stoker_files", "hotcoco"):
         off = max(abs(a - b) for a, b in zip(runs[what][0]["numbers"], expected, strict=True))
         if not off <= 1e-9:
             raise RuntimeError(f"{what} is off by {off:.3g}: {runs[what][0]['numbers']}, pycocotools {expected}")
     report = Report(
         f"COCO's numbers of {images:,} images, {boxes:,} boxes, {images * DETECTIONS:,} detections",
         turns["stoker"],
-        ("stoker", "numpy", "msgspec", "pycocotools", "faster-coco-eval"),
+        ("stoker", "numpy", "msgspec", "pycocotools", "hotcoco"),
     )
     tables = {
-        "matching and accumulation": {"stoker": "stoker", "pycocotools": "pycocotools", "faster-coco-eval": "faster"},
-        "from files": {"stoker": "stoker_files", "pycocotools": "pycocotools", "faster-coco-eval": "faster"},
+        "matching and accumulation": {"stoker": "stoker", "pycocotools": "pycocotools", "hotcoco": "hotcoco"},
+        "from files": {"stoker": "stoker_files", "pycocotools": "pycocotools", "hotcoco": "hotcoco"},
     }
     medians = {}
     for what, tools in tables.items():
@@ -269,7 +269,7 @@ if __name__ == "__main__":
             "stoker": measure_stoker,
             "stoker_files": measure_stoker_files,
             "pycocotools": measure_pycocotools,
-            "faster": measure_faster,
+            "hotcoco": measure_hotcoco,
         }
     )
     publish(lambda arguments: run(arguments.quick), options(__doc__))
