@@ -131,7 +131,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.training import ddp
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
-    from stoker.training.parallel import One
+    from stoker.training.parallel import SingleProcess
     from stoker.training.state import Signals
     from stoker_watch.recording.ledger import Ledger
     from tests.trainer.models.samples import make_batch, settings_of
@@ -150,7 +150,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     emulated, ledger = EmulatedDevice(model, ranks.rank), Ledger(cpu.make_clock(), start_s=time.perf_counter())
     setup = make_setup(model, optimizer, ranks, cpu)
     if method == "none":
-        parallel = One(setup, ignore)
+        parallel = SingleProcess(setup, ignore)
     else:
         sync = parse_sync(method)
         parallel = Periodic(setup, ignore, sync) if sync.is_local else Ddp(setup, ignore, sync)
@@ -313,12 +313,12 @@ def model_cost(row: dict[str, Any], link: Any, compute_s: float, fitted: dict[st
 
 def link_of(rows: list[dict[str, Any]], layout: str, rate: str) -> Any:
     """A message of a ring, by the all-reduces of a layout: 2 (N - 1) messages, 2 (N - 1)/N of the bytes."""
-    from stoker.hardware.exchange_cost import Link
+    from stoker.hardware.exchange_cost import DeviceLink
 
     row = next(r for r in rows if (r["layout"], r["rate"], r["method"]) == (layout, rate, "link"))
     machines, per_machine = LAYOUTS[layout]
     n = machines * per_machine
-    return Link(row["latency_s"] / (2 * (n - 1)), 2 * (n - 1) / n * row["bytes_per_s"])
+    return DeviceLink(row["latency_s"] / (2 * (n - 1)), 2 * (n - 1) / n * row["bytes_per_s"])
 
 
 def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -370,13 +370,13 @@ DEVICES = tuple(2**k for k in range(10))
 def efficiency_curves() -> list[dict[str, Any]]:
     """Efficiency of RetinaNet-R50 (136 MB of gradients, 0.25 s a step) by the model, at 2 % spread."""
     from stoker.config.sync_method import parse_sync
-    from stoker.hardware.exchange_cost import Link, Workload, step_cost
+    from stoker.hardware.exchange_cost import DeviceLink, Workload, step_cost
 
     work = Workload(compute_s=0.25, gradient_bytes=136e6, spread=0.02, compression_s=0.002, cast_s=0.001)
     rows = []
     for name, (bandwidth, latency_s, has_tree) in CURVES.items():
         for method in CURVE_METHODS:
-            link = Link(latency_s, bandwidth, has_tree)
+            link = DeviceLink(latency_s, bandwidth, has_tree)
             values = [work.compute_s / step_cost(work, link, n, parse_sync(method)).total_s for n in DEVICES]
             rows.append({"link": name, "method": method, "efficiency": values})
     return rows

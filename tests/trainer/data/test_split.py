@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from stoker.config.settings import Config, DataSettings, from_run, to_toml
-from stoker.data.index import Index, open_index, open_index_of
+from stoker.data.index import Index, open_index
 from stoker.data.validation.clean import SplitOptions, stratify
 from stoker.data.validation.split import difference_hash, find_groups, group_by_name, make_splits
 from stoker_watch.cli.app import main
@@ -281,19 +280,3 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (code, "train 20, val 5" in output) == (0, True)
     code, output = run("data", "split", folder, tmp_path / "json", "--json")
     assert json.loads(output)["splits"]["train"]["num_images"] == 22 or code == 0
-
-
-def test_runs_of_earlier_versions_keep_their_split(tmp_path: Path) -> None:
-    """Their config.toml has no split_method: the images are chosen by the hash of their names, as they were then."""
-    folder = draw(tmp_path / "set", train=60, val=1, side=32)
-    for file in (folder / "valid").iterdir():
-        file.unlink()
-    (folder / "valid").rmdir()
-    settings = DataSettings(data=str(folder), val_fraction=0.2)
-    (tmp_path / "config.toml").write_text(to_toml(Config(data=settings), {"val_fraction": "a default then"}))
-    stored, reasons = from_run(tmp_path / "config.toml")
-    assert (stored.data.split_method, "version" in reasons["split_method"]) == ("hash", True)
-    then = open_index(folder, splits=SplitOptions(val_fraction=0.2, method="hash"))
-    assert names_of(open_index_of(stored.data), "val") == names_of(then, "val")
-    assert names_of(open_index_of(settings), "val") != names_of(then, "val")
-    assert len(names_of(open_index_of(settings), "val")) in (11, 12, 13)

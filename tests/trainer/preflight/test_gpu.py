@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stoker.hardware import cuda_trial
-from stoker.hardware.cuda_trial import TorchDevice, TorchFacts, gpu_evidence, runs_on
+from stoker.hardware.cuda_trial import CudaGpu, TorchFacts, gpu_evidence, runs_on
 from stoker.hardware.device import select_device
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
 from stoker.preflight.gpu_rules import GpuFacts, Trial, version_findings, xid_findings
@@ -26,7 +26,7 @@ from stoker_watch.recording.telemetry.machine import KernelLine
 from stoker_watch.runs.schemas import GpuSample
 from tests.nvml import driver_library
 
-H200 = TorchDevice(index=0, name="NVIDIA H200", capability=(9, 0), tflops=700.0)
+H200 = CudaGpu(index=0, name="NVIDIA H200", capability=(9, 0), tflops=700.0)
 TORCH = TorchFacts(
     torch="2.11.0",
     cuda="13.0",

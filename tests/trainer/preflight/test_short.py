@@ -70,7 +70,7 @@ def test_a_training_asks_for_the_room_of_its_own_checkpoints(tmp_path: Path, mon
 
 
 def test_a_training_on_a_gpu_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    present = cuda_trial.TorchDevice(index=0, name="NVIDIA T4", capability=(7, 5))
+    present = cuda_trial.CudaGpu(index=0, name="NVIDIA T4", capability=(7, 5))
     facts = {"torch": "2.11.0", "cuda": "13.0", "num_gpus": 1, "arch_list": ["sm_75"], "accelerator": "cuda"}
     state = DriverState(version="535.1", num_gpus=1, gpus=[GpuState(sample=GpuSample(index=0, throttle_reasons=0x40))])
     monkeypatch.setattr(cuda_trial, "present_device", lambda _: present)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from stoker.config.settings import from_run
+from stoker.config.settings import from_toml
 from stoker.launching.elastic import read_batch
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.state import BatchSizes, read_initial_ranks, read_sizes
@@ -133,7 +133,7 @@ def test_any_value_of_any_setting_leaves_a_run_that_is_explained_or_damaged(tmp_
     with bounded(seconds=60, megabytes=512):
         for run in runs:
             errors = []
-            for read in (explain_run, read_settings_rows, read_batch, lambda run: from_run(run / CONFIG)):
+            for read in (explain_run, read_settings_rows, read_batch, lambda run: from_toml(run / CONFIG)):
                 try:
                     read(run)
                 except StokerError as error:

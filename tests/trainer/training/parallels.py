@@ -9,7 +9,7 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import Detector
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.parallel import One
+from stoker.training.parallel import SingleProcess
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals, TrainState
 from stoker.training.step import train_step
@@ -46,7 +46,7 @@ def ignore(_kind: str, _text: str, /, **_: Any) -> None:
     """An event of a test that looks at none."""
 
 
-def step_of(parallel: One, batch: Batch, lr: float, signals: Signals = Signals()) -> None:  # noqa: B008
+def step_of(parallel: SingleProcess, batch: Batch, lr: float, signals: Signals = Signals()) -> None:  # noqa: B008
     """A step on an augmented batch, as the loop does it; the steps of the state are counted."""
     state = parallel.setup.state
     parallel.micro_batches = parallel.setup.micro_batches

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from stoker.data.batch import Batch
 from stoker.training.loop import Training
-from stoker.training.parallel import One
+from stoker.training.parallel import SingleProcess
 from stoker_watch.cli.app import main
 
 
 def record_steps(record: Path, stop_after: int) -> None:
-    augment, step = One.augment, Training.step
+    augment, step = SingleProcess.augment, Training.step
     trained_on: list[int] = []
 
-    def recorded_augment(self: One, batch: Batch) -> Batch:
+    def recorded_augment(self: SingleProcess, batch: Batch) -> Batch:
         augmented = augment(self, batch)
         trained_on[:] = augmented.image_index.tolist()
         return augmented
@@ -34,7 +34,7 @@ def record_steps(record: Path, stop_after: int) -> None:
         if self.state.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    One.augment = recorded_augment  # type: ignore[method-assign]
+    SingleProcess.augment = recorded_augment  # type: ignore[method-assign]
     Training.step = recorded_step  # type: ignore[method-assign]
 
 

@@ -65,7 +65,7 @@ def test_the_augmentation_is_compiled_before_the_first_image(monkeypatch: pytest
     model = build(settings_of("retinanet_tiny_fpn"), 3).train()
     setup = make_setup(model, make_stepper(model, "sgd"), Ranks(), select_device("cpu"), micro_batches=2)
     setup.config.run.compile, setup.config.data = True, dataclasses.replace(fakes.AUGMENTATIONS, mixup=0.5)
-    one = parallel.One(setup, ignore)
+    one = parallel.SingleProcess(setup, ignore)
     one.micro_batches = 2
     one.warm_up(lambda: apart(make_batch((3, 1, 0, 2), (64, 64), 3)))
     assert graphs.frame_count == 3

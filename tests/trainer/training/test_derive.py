@@ -22,7 +22,7 @@ from stoker.training.defaults import derive as deriving
 from stoker.training.defaults import dry_run
 from stoker.training.defaults.derive import (
     AUGMENTATIONS,
-    Known,
+    Derivation,
     choose_warmup_steps,
     derive,
     derive_compile,
@@ -120,7 +120,7 @@ def test_a_long_run_on_cuda_is_compiled(
 ):
     monkeypatch.setattr("stoker.training.defaults.derive.missing_for_compile", lambda: missing)
     config = from_fields({"max_duration": length, "batch_size": 8})
-    known = object.__new__(Known)
+    known = object.__new__(Derivation)
     known.config, known.num_images, known.device, known.step_s = config, 60, Device(torch.device(kind)), step_s
     chosen, reason = derive_compile(known)
     assert chosen is compiled
@@ -419,7 +419,7 @@ def test_d_fine_is_fine_tuned_at_the_learning_rates_of_its_authors(index: Index,
     batch_size, lr, backbone_lr, weight_decay = DFINE_FINE_TUNING[model]
     asked = from_fields({"model": model, "batch_size": batch_size})
     config, _ = derive_for_plan(asked, index, CPU)
-    optim = derive_lr(Known(config, index, CPU))[0], config.optim.backbone_lr_mult, config.optim.weight_decay
+    optim = derive_lr(Derivation(config, index, CPU))[0], config.optim.backbone_lr_mult, config.optim.weight_decay
     assert optim == (pytest.approx(lr), pytest.approx(backbone_lr / lr), weight_decay)
     assert config.model.weights == ("coco" if model == "dfine_n" else "objects365+coco")  # of N there are no others
     random, _ = derive_for_plan(asked.replace(weights="none"), index, CPU)
@@ -430,7 +430,7 @@ def test_rf_detr_is_fine_tuned_at_the_mean_learning_rate_of_its_authors(index: I
     """roboflow/rf-detr at 35ac6ab: 1e-4 at 16 images; lr_encoder 1.5e-4, lr_component_decay 0.7, squared,
     lr_vit_layer_decay 0.8 for each of the 12 layers, the last of which has it twice."""
     config, _ = derive_for_plan(from_fields({"model": "rf_detr_n", "batch_size": 16}), index, CPU)
-    assert derive_lr(Known(config, index, CPU))[0] == pytest.approx(1e-4, rel=0.01)
+    assert derive_lr(Derivation(config, index, CPU))[0] == pytest.approx(1e-4, rel=0.01)
     of_layers = [1.5 * 0.7**2 * 0.8**power for power in range(2, 14)]
     assert config.optim.backbone_lr_mult == pytest.approx(statistics.geometric_mean(of_layers), rel=0.02)
 

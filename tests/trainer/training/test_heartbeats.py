@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from stoker.training.local_ranks import find_free_port
-from stoker.training.ranks import Failure
+from stoker.training.ranks import RankFailure
 from stoker_watch.errors import RankError
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
@@ -213,5 +213,5 @@ def test_nothing_listens_where_other_machines_reach_it(data: Path, tmp_path: Pat
 
 
 def test_a_message_names_an_error_of_the_table_only() -> None:
-    told = Failure(rank=1, t=0.0, text="x", exit_code=1, error="Iterable", what="x", fix="y")
+    told = RankFailure(rank=1, t=0.0, text="x", exit_code=1, error="Iterable", what="x", fix="y")
     assert type(told.as_error()) is RankError

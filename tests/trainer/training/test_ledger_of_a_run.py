@@ -137,7 +137,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
     """Also those of a profiler, and of steps that a crash lost and that are done again."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
-    step, augment = loop.Training.step, parallel.One.augment
+    step, augment = loop.Training.step, parallel.SingleProcess.augment
 
     def dying(self: loop.Training) -> None:
         if self.state.step == 17:
@@ -155,7 +155,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
 
     monkeypatch.setattr(trace, "profile", SlowProfile)
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
-    monkeypatch.setattr(parallel.One, "rehearse", delayed(spent, "compile", lambda *_: None))
+    monkeypatch.setattr(parallel.SingleProcess, "rehearse", delayed(spent, "compile", lambda *_: None))
     make_loss_fn = parallel.make_loss_fn
     monkeypatch.setattr(parallel, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
     monkeypatch.setattr(loop.Training, "step", dying)
@@ -179,7 +179,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
         """Measures the seven steps that the crash lost, and what they waited for images."""
         with pytest.MonkeyPatch.context() as patch:
             if self.state.step < 17:
-                patch.setattr(parallel.One, "augment", slow_augment)
+                patch.setattr(parallel.SingleProcess, "augment", slow_augment)
                 patch.setattr(Loader, "__next__", timed("input_wait", next_batch))
                 timed("step", step)(self)
             else:

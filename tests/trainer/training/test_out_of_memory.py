@@ -18,7 +18,7 @@ from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.training import evaluator, loop, make_step, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
-from stoker.training.parallel import One
+from stoker.training.parallel import SingleProcess
 from stoker.training.run import train
 from stoker.training.state import BatchSizes, count_micro_batches
 from stoker_watch.errors import OutOfMemoryError, Preempted
@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_the_smaller_micro_batch(
     counts: list[int] = []
     train_step = make_step.train_step
 
-    def counting(parallel: One, batch: Batch) -> None:
+    def counting(parallel: SingleProcess, batch: Batch) -> None:
         counts.append(parallel.micro_batches)
         train_step(parallel, batch)
 

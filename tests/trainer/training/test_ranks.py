@@ -17,7 +17,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.training.cluster import ONE_DEVICE
 from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
-from stoker.training.ranks import Failure, Ranks, first_failure, read_reports, write_report
+from stoker.training.ranks import RankFailure, Ranks, first_failure, read_reports, write_report
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import ConfigError, DataError, Preempted, RankError
 from stoker_watch.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
@@ -69,9 +69,9 @@ def test_a_batch_that_cannot_be_divided_is_refused(settings: dict[str, object], 
 
 
 def test_the_first_failure_is_the_one_that_is_not_a_consequence():
-    lost = Failure.of(0, RankError("Rank 0 lost the connection to another rank."), is_consequence=True)
-    cause = Failure.of(1, DataError("Too many bad images.", location="/data", choices=("a", "b")))
-    bug = Failure.of(2, ValueError("x"))
+    lost = RankFailure.of(0, RankError("Rank 0 lost the connection to another rank."), is_consequence=True)
+    cause = RankFailure.of(1, DataError("Too many bad images.", location="/data", choices=("a", "b")))
+    bug = RankFailure.of(2, ValueError("x"))
     bug.t = cause.t + 1
     first = first_failure([bug, lost, cause])
     assert first is cause
@@ -81,10 +81,10 @@ def test_the_first_failure_is_the_one_that_is_not_a_consequence():
     assert "a, b" in str(error)
     assert "ValueError: x" in str(bug.as_error())
     assert first_failure([]) is None
-    stopped = [Failure.of(rank, Preempted(f"Stopped, says rank {rank}.")) for rank in (1, 0)]
+    stopped = [RankFailure.of(rank, Preempted(f"Stopped, says rank {rank}.")) for rank in (1, 0)]
     assert first_failure(stopped) is stopped[1]
     assert first_failure([*stopped, cause]) is cause, "rank 0 could not save"
-    everywhere = [Failure.of(rank, DataError("No images.")) for rank in (1, 0)]
+    everywhere = [RankFailure.of(rank, DataError("No images.")) for rank in (1, 0)]
     assert str(first_failure(everywhere).as_error()) == "No images."  # type: ignore[union-attr]
 
 
@@ -93,7 +93,7 @@ def test_the_first_failure_is_the_one_that_is_not_a_consequence():
     ValueError("caf\udce9"),
 ])  # fmt: skip
 def test_a_failure_that_names_a_file_whose_name_is_no_utf_8_is_told(error: Exception, tmp_path: Path) -> None:
-    write_report(Failure.of(1, error), str(tmp_path))
+    write_report(RankFailure.of(1, error), str(tmp_path))
     (told,) = read_reports(tmp_path)
     assert "\\udce9" in str(told.as_error())
     assert told.exit_code == getattr(error, "exit_code", 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stoker.hardware.device import Device, ReadyEvent, allowed_host_syncs
-from stoker.training.parallel import One
+from stoker.training.parallel import SingleProcess
 from stoker.training.run import train
 from stoker_watch.recording.ledger import Ledger
 from tests.drawn import draw
@@ -61,7 +61,7 @@ def test_the_host_is_two_steps_ahead_and_the_device_never_waits_for_it(host_s: f
     """A step takes the device a second, a replay the host hundredths. A delay of a step and a half costs nothing, and
     nothing is waited for where the host is slower. What is waited for is `compute` in the ledger, not a loss."""
     device, work = LateDevice(), Work("retinanet_tiny_fpn", "sgd", 1)
-    parallel = One(make_setup(work.model, work.optimizer, SimpleNamespace(), device), ignore)  # type: ignore[arg-type]
+    parallel = SingleProcess(make_setup(work.model, work.optimizer, SimpleNamespace(), device), ignore)  # type: ignore[arg-type]
     ledger, ahead = Ledger(device, start_s=0.0, now=lambda: device.now_s), []
     for step in range(20):
         with ledger.compute():

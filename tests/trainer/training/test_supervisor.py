@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from stoker.training import run_selection, supervisor
-from stoker.training.supervisor import VARIABLE, Restart, Supervisor, delay_s, read_restart, without_restarts
+from stoker.training.supervisor import VARIABLE, RestartInfo, Supervisor, delay_s, read_restart, without_restarts
 from stoker_watch.errors import ConfigError, RunFinished
 from stoker_watch.runs.records import EVENTS, RunFolder
 
@@ -51,7 +51,7 @@ def test_an_end_that_a_restart_cannot_mend_is_passed_on(code: int, tmp_path: Pat
 def test_failures_are_restarted_until_n_are_used_up(codes: str, expected: int, tmp_path: Path) -> None:
     code, attempts, waits = supervise(tmp_path, codes, 3)
     assert code == expected
-    restarts = [msgspec.json.decode(line, type=Restart) for line in attempts[1:]]
+    restarts = [msgspec.json.decode(line, type=RestartInfo) for line in attempts[1:]]
     assert [restart.number for restart in restarts] == list(range(1, len(attempts)))
     assert len(restarts) == (3 if "," not in codes else codes.count(","))
     first = int(codes.split(",")[0])
@@ -75,7 +75,7 @@ def test_the_kernel_is_named_where_it_counts_its_kills(
     monkeypatch.setattr(supervisor, "Cgroup", lambda: SimpleNamespace(oom_kills=lambda: next(values)))
     code, attempts, _ = supervise(tmp_path, "-9,0", 3)
     assert code == 0
-    restart = msgspec.json.decode(attempts[1], type=Restart)
+    restart = msgspec.json.decode(attempts[1], type=RestartInfo)
     assert (restart.reason, restart.oom_kills) == (reason, kills)
 
 
@@ -105,7 +105,7 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_begun_again(
     assert (tmp_path / EVENTS).exists()
     run_selection._refuse_run_of_this_command(tmp_path)
     for since, refused in ((0.0, True), (time.time() + 60, False)):
-        restart = Restart(number=1, limit=3, reason="exit code 1", exit_code=1, since=since)
+        restart = RestartInfo(number=1, limit=3, reason="exit code 1", exit_code=1, since=since)
         monkeypatch.setenv(VARIABLE, msgspec.json.encode(restart).decode())
         if refused:
             with pytest.raises(RunFinished, match="nothing is left"):

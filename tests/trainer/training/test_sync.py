@@ -20,7 +20,7 @@ from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.index import open_index
 from stoker.hardware.device import select_device
 from stoker.hardware.exchange_cost import (
-    Link,
+    DeviceLink,
     Workload,
     all_reduce_s,
     expected_maximum,
@@ -30,7 +30,7 @@ from stoker.hardware.exchange_cost import (
 from stoker.training.cluster import Devices
 from stoker.training.ddp import flatten, outer_step, write_flat
 from stoker.training.defaults.derive import derive
-from stoker.training.defaults.sync_choice import Measured, decide
+from stoker.training.defaults.sync_choice import MeasuredExchange, decide
 from stoker.training.local_ranks import find_free_port
 from stoker_watch.errors import ConfigError
 from stoker_watch.runs.records import EVENTS, read_lines
@@ -78,17 +78,6 @@ def test_methods_have_numbers(text: str, method: SyncMethod, shown: str) -> None
 def test_other_methods_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--sync"):
         check(from_fields({"sync": text}))
-
-
-@pytest.mark.parametrize(
-    ("removed", "instead"), [("fp16", "bf16"), ("fp16:5", "bf16"), ("hierarchical", "plain:1"), ("gossip", "every:8")]
-)
-def test_methods_of_version_0_2_name_what_to_choose(removed: str, instead: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(from_fields({"sync": removed}))
-    assert f"--sync {instead}" in str(caught.value)
-    assert "stoker 0.2.0" in str(caught.value)
-    assert "valid:  plain, bf16, powersgd:4, every:8, auto" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +150,10 @@ def test_tensors_are_laid_out_flat_and_back() -> None:
 
 def test_a_ring_by_hand() -> None:
     """4 devices: 6 messages of a quarter of 8 MB at 1 MB/s."""
-    link = Link(latency_s=0.01, bytes_per_s=1e6)
+    link = DeviceLink(latency_s=0.01, bytes_per_s=1e6)
     assert all_reduce_s(link, 4, 8e6) == pytest.approx(6 * (0.01 + 2.0))
     assert all_reduce_s(link, 1, 8e6) == 0
-    tree = Link(latency_s=0.01, bytes_per_s=1e6, has_tree=True)
+    tree = DeviceLink(latency_s=0.01, bytes_per_s=1e6, has_tree=True)
     assert all_reduce_s(tree, 512, 8) == pytest.approx(18 * 0.01 + 16e-6)
 
 
@@ -177,9 +166,9 @@ def test_the_slowest_of_many_is_later() -> None:
 def test_a_fast_link_costs_nothing_and_a_slow_one_much(kind: str) -> None:
     work = Workload(compute_s=0.1, gradient_bytes=100e6)
     method = parse_sync(kind)
-    assert step_cost(work, Link(0.0, 1e15), 8, method).total_s == pytest.approx(0.1, rel=1e-3)
-    assert step_cost(work, Link(1e-3, 1e6), 8, method).total_s > 0.2
-    assert step_cost(work, Link(1e-3, 1e6), 1, method).total_s == 0.1
+    assert step_cost(work, DeviceLink(0.0, 1e15), 8, method).total_s == pytest.approx(0.1, rel=1e-3)
+    assert step_cost(work, DeviceLink(1e-3, 1e6), 8, method).total_s > 0.2
+    assert step_cost(work, DeviceLink(1e-3, 1e6), 1, method).total_s == 0.1
 
 
 def test_a_matrix_of_low_rank_by_hand() -> None:
@@ -191,10 +180,10 @@ def test_a_matrix_of_low_rank_by_hand() -> None:
 # auto
 
 
-def measured(mbit: float, **changes: object) -> Measured:
+def measured(mbit: float, **changes: object) -> MeasuredExchange:
     work = Workload(compute_s=0.3, gradient_bytes=14e6, compression_s=0.003, cast_s=0.005)
-    fields = {"link": Link(2e-4, mbit * 1e6 / 8), "work": work, "devices": 2} | changes
-    return Measured(**fields)  # type: ignore[arg-type]
+    fields = {"link": DeviceLink(2e-4, mbit * 1e6 / 8), "work": work, "devices": 2} | changes
+    return MeasuredExchange(**fields)  # type: ignore[arg-type]
 
 
 def test_auto_takes_plain_on_a_fast_link() -> None:

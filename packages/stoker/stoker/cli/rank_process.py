@@ -16,7 +16,7 @@ import msgspec
 from stoker.cli.quick_import import quick_imports
 from stoker.config.settings import from_fields
 from stoker.training.local_ranks import RankRequest
-from stoker.training.ranks import REPORTS_VARIABLE, Failure, write_report
+from stoker.training.ranks import REPORTS_VARIABLE, RankFailure, write_report
 from stoker_watch.errors import Preempted, StokerError
 
 ORPHAN_GRACE_S = 60.0
@@ -53,7 +53,7 @@ def _report(error: Exception) -> None:
     """Unless `ranks.py` has done it, which knows whether another rank ended before."""
     rank = os.environ["RANK"]
     if not Path(os.environ[REPORTS_VARIABLE], f"failure-{rank}.json").exists():
-        write_report(Failure.of(int(rank), error))
+        write_report(RankFailure.of(int(rank), error))
 
 
 def _end_with_starter(pipe: BinaryIO) -> None:

@@ -44,7 +44,7 @@ class _Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return bool(self.flag or self.folder) or self.place is not None or self.drop == "value"
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _FlagTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """flags.toml. values: for some values of flags, before all others; flags: command → rows."""
 
     commands: tuple[_Meaning, ...]
@@ -61,8 +61,8 @@ _SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off")
 
 
 @functools.cache
-def _table() -> _Table:
-    return msgspec.convert(read_toml("flags.toml"), _Table)
+def _table() -> _FlagTable:
+    return msgspec.convert(read_toml("flags.toml"), _FlagTable)
 
 
 def _meaning_of_value(flag: str, value: str | None) -> _Meaning | None:

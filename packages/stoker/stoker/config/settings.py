@@ -380,9 +380,6 @@ class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
     default: Any = AUTO
     """The value if the user sets none; AUTO: it is derived."""
     reason: str = ""
-    before: Any = AUTO
-    """What a run of an earlier 0.2.0 trained with that lacks the setting; AUTO: none lacks it."""
-    before_reason: str = ""
 
 
 @functools.cache
@@ -397,15 +394,6 @@ def read_recipes() -> dict[str, Config]:
     of a model names its recipe; `training/defaults/derive.py` records it as the reason of each value."""
     rows = read_toml("recipes.toml")
     return {name: from_fields(inherit(fields, rows)) for name, fields in rows.items()}
-
-
-def from_run(path: Path) -> tuple[Config, dict[str, str]]:
-    """The same of a run, with the settings that its version of stoker did not have yet."""
-    config, reasons = from_toml(path)
-    for name, row in setting_rows().items():
-        if row.before is not AUTO and name not in config.set_fields():
-            config, reasons = config.replace(**{name: row.before}), reasons | {name: row.before_reason}
-    return config, reasons
 
 
 _VALUES: dict[Any, str] = {

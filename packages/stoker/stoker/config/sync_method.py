@@ -5,15 +5,13 @@ import dataclasses
 import re
 from typing import Literal
 
-from stoker_watch.errors import ConfigError, make_error
+from stoker_watch.errors import ConfigError
 
 Kind = Literal["plain", "bf16", "powersgd", "every", "auto"]
 
 DEFAULT_BUCKET_MIB, DEFAULT_RANK, DEFAULT_EVERY = 25, 4, 8
 """Of DistributedDataParallel; of PowerSGD, whose paper uses 1 to 4; steps between two averages."""
 CHOICES = ("plain", "bf16", "powersgd:4", "every:8", "auto")
-_INSTEAD = {"fp16": "bf16", "hierarchical": "plain:1", "gossip": "every:8"}
-"""Method of version 0.2.0 → what to choose now."""
 _NUMBERS: dict[str, tuple[int, int, int]] = {
     "plain": (DEFAULT_BUCKET_MIB, 1, 4096),
     "bf16": (DEFAULT_BUCKET_MIB, 1, 4096),
@@ -49,8 +47,6 @@ def parse_sync(text: str) -> SyncMethod:
     """`powersgd:4` → method and number. Raises ConfigError, which names the valid forms."""
     match = re.fullmatch(r"\s*([a-z0-9]+)(?::(\d+))?\s*", text)
     kind = "" if match is None else match[1]
-    if kind in _INSTEAD:
-        raise make_error(ConfigError, "sync-method-is-gone", choices=CHOICES, method=kind, instead=_INSTEAD[kind])
     if match is None or kind not in ("auto", *_NUMBERS):
         raise ConfigError(f"--sync {text!r} is not a method of exchange.", choices=CHOICES)
     if kind == "auto":

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.config.settings import from_run
+from stoker.config.settings import from_toml
 from stoker.data.batch import PAD_COLOR
 from stoker.data.index import open_index_of
 from stoker.data.loading.buffers import HostBatchBuffer
@@ -236,7 +236,7 @@ def _load_images(
         message = "There are no images to compare the exported file with the model on."
         if not (folder / CONFIG).exists():
             raise UsageError(message, location=folder, cause=f"no {CONFIG} there names a data set", fix=fix)
-        data = from_run(folder / CONFIG)[0].data
+        data = from_toml(folder / CONFIG)[0].data
         try:
             index = open_index_of(data)
             rows = index.image_indices("val").tolist()

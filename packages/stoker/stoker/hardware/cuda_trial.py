@@ -98,7 +98,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
+class CudaGpu(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU that torch has used. error: what it raised, or which result was wrong."""
 
     index: int
@@ -129,7 +129,7 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Why torch finds none, in the words of CUDA."""
     arch_list: list[str] = []
     """Architectures that torch has kernels for: sm_90, compute_90 (PTX, compiled by the driver)."""
-    devices: list[TorchDevice] = []
+    devices: list[CudaGpu] = []
     cudnn: int | None = None
     """91002 is 9.10.2."""
     cudnn_error: str = ""
@@ -177,13 +177,13 @@ def describe_torch() -> dict[str, Any]:
     }
 
 
-def present_device(device: Any) -> TorchDevice:
+def present_device(device: Any) -> CudaGpu:
     """The GPU of this process, a `torch.device`, without a trial."""
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
-    return TorchDevice(index=index, name=properties.name, capability=(properties.major, properties.minor))
+    return CudaGpu(index=index, name=properties.name, capability=(properties.major, properties.minor))
 
 
 def cuda_error() -> str:
@@ -236,10 +236,10 @@ def run_trial(seconds: float, only: int | None) -> TorchFacts:
     return msgspec.convert(facts | {"libraries": loaded_libraries()}, TorchFacts)
 
 
-def _try_device(index: int, seconds: float) -> TorchDevice:
+def _try_device(index: int, seconds: float) -> CudaGpu:
     import torch
 
-    device, present = torch.device("cuda", index), TorchDevice(index=index)
+    device, present = torch.device("cuda", index), CudaGpu(index=index)
     try:
         _enter(f"opening cuda:{index}")
         present = present_device(device)

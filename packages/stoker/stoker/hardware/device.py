@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from stoker.hardware.cuda_trial import TorchDevice, build_with, present_device, runs_on
+from stoker.hardware.cuda_trial import CudaGpu, build_with, present_device, runs_on
 from stoker_watch.errors import PreflightError, make_error
 from stoker_watch.hardware.cgroup import host_memory
 from stoker_watch.recording.torch_device import XLA_KINDS as XLA_KINDS
@@ -180,7 +180,7 @@ class Device:
         return "fp32", f"mixed precision was never tested on {self.kind}"
 
 
-class Lease:
+class ArenaLease:
     """Keeps the views of an arena from being given out again for as long as it is referenced."""
 
 
@@ -198,7 +198,7 @@ class HostArenas:
         """Allocates memory for copies of `tensors` now."""
         self.take(tensors)
 
-    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Lease]:
+    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], ArenaLease]:
         """Host tensors to copy `tensors` into, contiguous. Nothing else uses their memory until the lease is no longer
         referenced. Allocates an arena if none that is free has room."""
         for arena in self._arenas:
@@ -222,14 +222,14 @@ class _HostArena:
             sizes[-1] = start + tensor.nbytes
             start = _aligned(sizes[-1])
         self._chunks = [device.empty_host((size,), torch.uint8) for size in sizes]
-        self._lease: weakref.ref[Lease] | None = None
+        self._lease: weakref.ref[ArenaLease] | None = None
 
     @property
     def is_free(self) -> bool:
         return self._lease is None or self._lease() is None
 
-    def lease(self) -> Lease:
-        lease = Lease()
+    def lease(self) -> ArenaLease:
+        lease = ArenaLease()
         self._lease = weakref.ref(lease)
         return lease
 
@@ -479,7 +479,7 @@ def select_device(name: str | None = None) -> Device:
     return Device(device)
 
 
-def missing_kernels(gpu: TorchDevice, arch_list: Sequence[str]) -> PreflightError | None:
+def missing_kernels(gpu: CudaGpu, arch_list: Sequence[str]) -> PreflightError | None:
     """The error if a torch that was built for `arch_list` has no kernels for this GPU."""
     if runs_on(arch_list, gpu.capability):
         return None

@@ -21,7 +21,7 @@ what is not a matrix. Of the detectors here 0.8 to 1.6 %; `low_rank_fraction` ha
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """What connects neighbors in a ring of devices."""
 
     latency_s: float
@@ -65,7 +65,7 @@ class StepCost:
         return self.compute_s + self.straggler_s + self.exposed_s
 
 
-def all_reduce_s(link: Link, devices: int, size_bytes: float) -> float:
+def all_reduce_s(link: DeviceLink, devices: int, size_bytes: float) -> float:
     """A sum over all devices: by a ring, 2 (N - 1) messages of 1/N of the bytes, or if that is faster by a tree, up and
     down, 2 ⌈log2 N⌉ messages in a pipeline, whose inner nodes carry all bytes twice."""
     if devices == 1:
@@ -84,7 +84,7 @@ def expected_maximum(devices: int) -> float:
     return statistics.NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def step_cost(work: Workload, link: Link, devices: int, method: SyncMethod) -> StepCost:
+def step_cost(work: Workload, link: DeviceLink, devices: int, method: SyncMethod) -> StepCost:
     """A mean step with a method, on devices that are all linked in the same way.
 
     All methods but plain averages also exchange a vector of a few hundred bytes in each step, so the devices wait for
@@ -114,7 +114,7 @@ def step_cost(work: Workload, link: Link, devices: int, method: SyncMethod) -> S
     return StepCost(compute_s + extra_s, straggler_s, exposed_s)
 
 
-def bucketed_s(link: Link, devices: int, size_bytes: float, bucket_bytes: float) -> tuple[float, float]:
+def bucketed_s(link: DeviceLink, devices: int, size_bytes: float, bucket_bytes: float) -> tuple[float, float]:
     """(seconds for all bytes in buckets, seconds of the last bucket), one after the other."""
     count = max(1, math.ceil(size_bytes / bucket_bytes))
     last_bytes = min(size_bytes, bucket_bytes)

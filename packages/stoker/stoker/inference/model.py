@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from stoker.config.settings import Config, DataSettings, from_fields, from_run
+from stoker.config.settings import Config, DataSettings, from_fields, from_toml
 from stoker.data.images import decode
 from stoker.data.images.source import display_path
 from stoker.data.index import open_index_of, require_images
@@ -205,7 +205,7 @@ class Model:
         if batch_size < 1:
             raise UsageError(f"--batch-size {batch_size} is out of range.", choices=["1 or more"])
         is_run = (self.source / CONFIG).exists()
-        run_data = from_run(self.source / CONFIG)[0].data if is_run else DataSettings()
+        run_data = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
         if data is None:
             if not is_run:
                 fix = f"stoker eval {self.source} DATA"

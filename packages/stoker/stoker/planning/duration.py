@@ -16,7 +16,7 @@ import msgspec
 
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.pixel_cache import CachePolicyInputs, choose_cache
-from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
+from stoker.hardware.exchange_cost import DeviceLink, Workload, expected_maximum, step_cost
 from stoker.knowledge import read_toml
 from stoker.planning.machines import GIB, Case, Estimate, Machine, exactly, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
@@ -264,12 +264,12 @@ class _Model:
         name, reason = sync_choice.decide(self.exchange(self.compute_s("expected"), "expected"))
         return parse_sync(name), reason
 
-    def exchange(self, compute_s: float, case: Case) -> sync_choice.Measured:
+    def exchange(self, compute_s: float, case: Case) -> sync_choice.MeasuredExchange:
         """What `--sync auto` would measure there; without the time of compressing, which no GPU has measured."""
         work = Workload(compute_s=compute_s, gradient_bytes=self.step.gradient_bytes)
-        return sync_choice.Measured(self.link(case), work, self.placement.gpus)
+        return sync_choice.MeasuredExchange(self.link(case), work, self.placement.gpus)
 
-    def link(self, case: Case) -> Link:
+    def link(self, case: Case) -> DeviceLink:
         """The slowest link of a ring of all GPUs."""
         machine, machines = self.placement.machine, self.placement.machines
         bandwidth, latency_us = math.inf, 0.0
@@ -279,7 +279,7 @@ class _Model:
         if machines > 1:
             bandwidth = min(bandwidth, self.network(case))
             latency_us = max(latency_us, UNCERTAIN["network_latency_us"].time(case))
-        return Link(latency_us * 1e-6, bandwidth, has_tree=machines > 1)
+        return DeviceLink(latency_us * 1e-6, bandwidth, has_tree=machines > 1)
 
     def network(self, case: Case) -> float:
         """Bytes per second of one process of a machine."""

@@ -19,7 +19,7 @@ from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import (
     STAGE,
     WSL_LIBRARY,
-    TorchDevice,
+    CudaGpu,
     TorchFacts,
     device_files,
     gpu_evidence,
@@ -171,7 +171,7 @@ def device_findings(facts: GpuFacts) -> Iterator[Finding]:
         yield finding
 
 
-def _used_device(device: TorchDevice) -> Finding:
+def _used_device(device: CudaGpu) -> Finding:
     place = f"cuda:{device.index}"
     if device.wrong:
         return describe("gpu_wrong_results", place, name=device.name, error=device.error)

@@ -28,7 +28,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.utils import _pytree
 
-from stoker.hardware.device import Device, HostArenas, Lease, ReadyEvent, SideStream
+from stoker.hardware.device import ArenaLease, Device, HostArenas, ReadyEvent, SideStream
 from stoker_watch import regular_files
 from stoker_watch.errors import CheckpointError
 from stoker_watch.runs.records import CHECKPOINTS, EVENTS, read_lines
@@ -66,7 +66,7 @@ class HostSnapshot:
     weights: dict[str, Tensor]
     state: dict[str, Any]
     ready: ReadyEvent
-    lease: Lease | None = None
+    lease: ArenaLease | None = None
 
 
 def snapshot(

@@ -34,7 +34,7 @@ from stoker.data.batch import Batch
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
-from stoker.training.several import Several
+from stoker.training.several import MultiProcess
 from stoker.training.state import EventLogger, TrainSetup
 from stoker.training.step import LossFn
 
@@ -186,7 +186,7 @@ def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-class _Replicas(Several):
+class _Replicas(MultiProcess):
     """What both have in common: every rank has the whole model."""
 
     keeper: GradientHook | LocalSteps | None = None

@@ -32,7 +32,7 @@ from stoker.hardware.device import ReadyEvent
 from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 from stoker.training import checkpoint
 from stoker.training.out_of_memory import retry_in_smaller_batches
-from stoker.training.parallel import Attempt
+from stoker.training.parallel import LoopContext
 from stoker.training.recorder import Recorder
 from stoker.training.resume import Resumed
 from stoker.training.start import make_validation_loader
@@ -93,7 +93,7 @@ def _read_ap(file: Path) -> float:
 class Evaluator:
     """The evaluations of a training. Called by the training thread only."""
 
-    def __init__(self, attempt: Attempt, recorder: Recorder, stopper: Stopper) -> None:
+    def __init__(self, attempt: LoopContext, recorder: Recorder, stopper: Stopper) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
         self._attempt, self._setup, self._parallel, self._ledger = attempt, setup, attempt.parallel, attempt.ledger
         self._recorder, self._stopper = recorder, stopper

@@ -24,7 +24,7 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent
 from stoker.training.checkpoint import HostSnapshot, map_tensors
 from stoker.training.ranks import Ranks
-from stoker.training.several import Several
+from stoker.training.several import MultiProcess
 
 MAX_PART_BYTES = 2**25
 """Parameters that are collected together, as far as modules allow it: a little more than a bucket of
@@ -111,7 +111,7 @@ def _shard_parts(module: nn.Module, mesh: DeviceMesh, max_bytes: int) -> None:
             fully_shard(child, mesh=mesh, reshard_after_forward=True)
 
 
-class Fsdp(Several):
+class Fsdp(MultiProcess):
     """Ranks among which a model is divided: all take part in a checkpoint, and rank 0 writes it."""
 
     saves_together = True

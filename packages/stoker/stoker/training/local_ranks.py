@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from stoker.training.cluster import RankPlace, find_place
-from stoker.training.ranks import REPORTS_VARIABLE, Failure, first_failure, read_reports, write_report
+from stoker.training.ranks import REPORTS_VARIABLE, RankFailure, first_failure, read_reports, write_report
 from stoker.training.supervisor import handling_signals
 from stoker_watch.errors import ConfigError, Preempted, RankError, StokerError
 from stoker_watch.monitor.options import MonitoringOptions
@@ -165,7 +165,7 @@ class _Starter:
         reported = {failure.rank for failure in read_reports(self._reports)}
         for place, code in zip(self._places, codes, strict=True):
             if code is not None and self._is_failure(code) and place.rank not in reported:
-                write_report(Failure.of(place.rank, self._make_killed_error(place.rank, code)), str(self._reports))
+                write_report(RankFailure.of(place.rank, self._make_killed_error(place.rank, code)), str(self._reports))
 
     def kill(self) -> None:
         """Ends what is left, with all that it started."""

@@ -22,9 +22,9 @@ from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
-from stoker.training.parallel import Attempt
+from stoker.training.parallel import LoopContext
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.resume import Part, Recovery, collect_state, send_to_other_ranks
+from stoker.training.resume import Recovery, StateOwner, collect_state, send_to_other_ranks
 from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.trace import Tracer
@@ -73,7 +73,9 @@ class Training:
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
-        self.attempt = Attempt(setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event)
+        self.attempt = LoopContext(
+            setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event
+        )
         self.train = Step(self.attempt)
         self.recovery = Recovery(setup, log_event)
         self.recorder = Recorder(self.attempt, self.recovery)
@@ -230,7 +232,9 @@ class Training:
 class Saver:
     """The checkpoints of a training. parts: whose state they have; adapts_interval: the user set none."""
 
-    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, *, adapts_interval: bool) -> None:
+    def __init__(
+        self, attempt: LoopContext, parts: Sequence[StateOwner], evaluator: Evaluator, *, adapts_interval: bool
+    ) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
         self._log_event, self._parts, self._evaluator = attempt.log_event, parts, evaluator

@@ -38,7 +38,7 @@ from stoker.models.layers.convolutions import separate_conv_relu, use_fused_conv
 from stoker.models.retinanet import RetinaNet
 from stoker.training.defaults.dry_run import make_worst_case
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
-from stoker.training.parallel import Attempt, One
+from stoker.training.parallel import LoopContext, SingleProcess
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import describe_error, train_step
 from stoker_watch.errors import CaptureFailed
@@ -130,10 +130,10 @@ def has_failed(run: Path) -> bool:
     return any(event.kind == "cuda_graph_failed" for event in read_lines(run, EVENTS, Event))
 
 
-def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
+def make_parallel(setup: TrainSetup, log_event: EventLogger) -> SingleProcess:
     """What this training needs. torch.distributed is not imported for one process."""
     if setup.ranks.alone:
-        return One(setup, log_event)
+        return SingleProcess(setup, log_event)
     if setup.is_staged:
         from stoker.training.stages import Pipeline
 
@@ -151,7 +151,7 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
 class Step:
     """Trains on a batch."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: LoopContext) -> None:
         self._attempt = attempt
         self._make()
 

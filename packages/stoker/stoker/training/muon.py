@@ -46,7 +46,9 @@ class Muon:
     """Updates the parameters of groups of an optimizer that have `is_matrix`, whose momentum is in its state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._groups = [_Group(group) for group in optimizer.param_groups if group.get("is_matrix") and group["params"]]
+        self._groups = [
+            _KernelGroup(group) for group in optimizer.param_groups if group.get("is_matrix") and group["params"]
+        ]
         for group in self._groups:
             for parameter, part in zip(group.parameters, group.split(group.momentum), strict=True):
                 buffer = part.view(_ordered(parameter, parameter).shape)
@@ -72,7 +74,7 @@ class Muon:
         }
 
 
-class _Group:
+class _KernelGroup:
     """Kernels with a learning rate and weight decay of their own."""
 
     def __init__(self, options: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Clipped(NamedTuple):
 NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm, FiniteRMSNorm)
 
 
-class Division(Protocol):
+class ModelDivision(Protocol):
     """How a model is divided among ranks: `fsdp.Sharding` by rows of each tensor, `stages.Stages` by parts."""
 
     def shard(self, model: nn.Module) -> None:
@@ -83,7 +83,7 @@ class OptimizerStep:
         device: Device,
         *,
         precision: str,
-        sharding: Division | None = None,
+        sharding: ModelDivision | None = None,
     ) -> None:
         self.model, self.settings, self.sharding = model, settings, sharding
         self.restored: tuple[dict[str, Any], dict[str, Tensor]] | None = None
@@ -325,8 +325,8 @@ class OptimizerStep:
         """Numbers among the parameters of the whole model, in the optimizer's order."""
         return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
 
-    def _distributed_state(self, sharding: Division) -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state, by the number of the parameter in the whole model, as `Division.gather` takes it."""
+    def _distributed_state(self, sharding: ModelDivision) -> dict[int, dict[str, Tensor]]:
+        """The optimizer's state by the number of the parameter in the whole model, as `ModelDivision.gather` takes it."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {

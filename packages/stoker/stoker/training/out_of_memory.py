@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.data.loading.loader import Loader
 from stoker.hardware.memory_errors import is_out_of_memory
-from stoker.training.parallel import Attempt
+from stoker.training.parallel import LoopContext
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
 from stoker_watch.errors import OutOfMemoryError, make_error
 from stoker_watch.hardware.cgroup import HostLimit, nearest_memory_limit
@@ -33,7 +33,7 @@ SETTLE_POLLS = 3
 """Polls after giving something back, in which buffers in use become free."""
 
 
-def retry_in_smaller_batches(attempt: Attempt, activity: Activity, work: Callable[[], Result]) -> Result:
+def retry_in_smaller_batches(attempt: LoopContext, activity: Activity, work: Callable[[], Result]) -> Result:
     """The result of `work`, repeated with fewer images at a time for as long as memory is exhausted. With several ranks
     the next attempt of the run does so: the others are in the middle of the same step."""
     while True:
@@ -61,7 +61,7 @@ def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.M
     return sizes if smaller < min_size else sizes._replace(train=smaller)
 
 
-def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
+def shrink_batches(attempt: LoopContext, activity: Activity, message: str) -> None:
     """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left. Raises
     OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are several
     ranks, as the others wait in an exchange: the next attempt of the run continues with the smaller sizes."""

@@ -1,9 +1,9 @@
 """How the processes of a training compute a step together, and what they agree on.
 
-`One` is a training of one process: it exchanges nothing, and what it knows, all know. It is the interface of `ddp.Ddp`
-and `ddp.Periodic` (each process has the whole model and a part of the batch), `fsdp.Fsdp` (and the rows of each
-parameter) and `stages.Pipeline` (a stage of the model). The loop and its services call the same methods of each and
-never ask which it is. All processes call each method at the same step.
+`SingleProcess` is a training of one process: it exchanges nothing, and what it knows, all know. It is the interface of
+`ddp.Ddp` and `ddp.Periodic` (each process has the whole model and a part of the batch), `fsdp.Fsdp` (and the rows of
+each parameter) and `stages.Pipeline` (a stage of the model). The loop and its services call the same methods of each
+and never ask which it is. All processes call each method at the same step.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ MAX_STEPS_AHEAD = 2
 for it. More would hold their batches in the device's memory, and a signal would take effect later."""
 
 
-class One(PlainStep):
+class SingleProcess(PlainStep):
     """A process that trains alone. `make_step.make_parallel` chooses."""
 
     can_be_captured = True
@@ -191,11 +191,11 @@ class One(PlainStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class LoopContext:
     """What the loop of one attempt of a run and its services share, in the training thread."""
 
     setup: TrainSetup
-    parallel: One
+    parallel: SingleProcess
     ledger: Ledger
     tracer: Tracer
     hang_detector: HangDetector

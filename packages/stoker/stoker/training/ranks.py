@@ -7,7 +7,7 @@ process is which rank says `cluster.py`, who is alive `heartbeats.py`.
 
 An error that only one rank meets is published in the store of the group. The others, whose next exchange fails as that
 rank has gone, raise it in its name (`RankError`), so that the user sees the first exception and not the last one. For
-the process that started the ranks (`local_ranks.py`) it is a file (`Failure`).
+the process that started the ranks (`local_ranks.py`) it is a file (`RankFailure`).
 
 The store and the exchanges have no passwords, as torch has none. Ranks of one machine listen on its loopback interface
 only; between machines it must be a network of trusted users (docs/devices.md).
@@ -57,7 +57,7 @@ ERRORS = {
 _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "Broken pipe", "store")
 
 
-class Failure(msgspec.Struct, kw_only=True):
+class RankFailure(msgspec.Struct, kw_only=True):
     """The error that ended a rank. t: Unix time, seconds; is_consequence: another rank had ended before; trace: of a
     bug; error: the class of a StokerError in `errors.py`, whose arguments follow, empty for other errors."""
 
@@ -75,7 +75,7 @@ class Failure(msgspec.Struct, kw_only=True):
     fix: str | None = None
 
     @classmethod
-    def of(cls, rank: int, error: BaseException, *, is_consequence: bool = False) -> "Failure":
+    def of(cls, rank: int, error: BaseException, *, is_consequence: bool = False) -> "RankFailure":
         own = cls(rank=rank, t=time.time(), text=_encodable(str(error)), exit_code=1, is_consequence=is_consequence)
         if not isinstance(error, StokerError):
             own.text = f"{type(error).__name__}: {own.text}"
@@ -104,23 +104,23 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def write_report(failure: Failure, folder: str | None = None) -> None:
+def write_report(failure: RankFailure, folder: str | None = None) -> None:
     """Leaves the failure for the process that started this rank, if `stoker train --devices` did."""
     folder = os.environ.get(REPORTS_VARIABLE) if folder is None else folder
     if folder:
         write_atomic(Path(folder, f"failure-{failure.rank}.json"), msgspec.json.encode(failure), durable=False)
 
 
-def read_reports(folder: Path) -> list[Failure]:
+def read_reports(folder: Path) -> list[RankFailure]:
     """The failures that the ranks left."""
-    return [msgspec.json.decode(path.read_bytes(), type=Failure) for path in folder.glob("failure-*.json")]
+    return [msgspec.json.decode(path.read_bytes(), type=RankFailure) for path in folder.glob("failure-*.json")]
 
 
-def first_failure(failures: Iterable[Failure]) -> Failure | None:
+def first_failure(failures: Iterable[RankFailure]) -> RankFailure | None:
     """The one that ended the job: the earliest that is not the consequence of another; of an error that all ranks
     raise, and where all were stopped, that of rank 0."""
 
-    def is_stopped(failure: Failure) -> bool:
+    def is_stopped(failure: RankFailure) -> bool:
         return failure.exit_code == Preempted.exit_code
 
     ordered = sorted(failures, key=lambda failure: (failure.is_consequence, is_stopped(failure), failure.t))
@@ -245,7 +245,7 @@ class Ranks:
         return found
 
     def _encode(self, error: Exception | None) -> bytes | None:
-        return None if error is None else msgspec.json.encode(Failure.of(self.rank, error))
+        return None if error is None else msgspec.json.encode(RankFailure.of(self.rank, error))
 
     def _raise_first(self, own: Exception | None, told: list[bytes | None]) -> None:
         """Raises the error of this rank, else the first that the ranks told."""
@@ -253,7 +253,7 @@ class Ranks:
             raise own
         for message in told:
             if message is not None:
-                self._told = msgspec.json.decode(message, type=Failure).as_error()
+                self._told = msgspec.json.decode(message, type=RankFailure).as_error()
                 raise self._told
 
     def gather(self, value: Result) -> list[Result] | None:
@@ -333,10 +333,10 @@ class Ranks:
                 self._num_collected[rank] = number
                 yield rank, message
 
-    def failure_elsewhere(self) -> Failure | None:
+    def failure_elsewhere(self) -> RankFailure | None:
         """Why another rank has failed, or that the store is gone. From any thread, at any time."""
         failure, lost = self._await_failure(0.0), self._lost_store()
-        return Failure.of(self.rank, lost, is_consequence=True) if failure is None and lost is not None else failure
+        return RankFailure.of(self.rank, lost, is_consequence=True) if failure is None and lost is not None else failure
 
     def _lost_store(self) -> RankError | None:
         if self.heartbeats is None or not self.heartbeats.lost or self.place is None:
@@ -454,14 +454,14 @@ class Ranks:
 
     def publish(self, error: BaseException, *, is_consequence: bool) -> None:
         """Tells the error of this rank to the others, and to the process that started it. From any thread."""
-        failure = Failure.of(self.rank, error, is_consequence=is_consequence)
+        failure = RankFailure.of(self.rank, error, is_consequence=is_consequence)
         with contextlib.suppress(OSError):  # then the process that started this one knows its exit code only
             write_report(failure)
         if self._store is not None and not is_consequence:
             text = msgspec.json.encode(failure).decode()
             call_within(CALL_TIMEOUT_S, self._store.compare_set, FAILURE, "", text)
 
-    def _await_failure(self, timeout_s: float) -> Failure | None:
+    def _await_failure(self, timeout_s: float) -> RankFailure | None:
         """Of another rank."""
         heartbeats, end_s = self.heartbeats, time.monotonic() + timeout_s
         if heartbeats is None:
@@ -477,7 +477,7 @@ class Ranks:
             if heartbeats.lost or time.monotonic() >= end_s:
                 return None
             time.sleep(POLL_S)
-        failure = msgspec.json.decode(heartbeats.published[FAILURE], type=Failure)
+        failure = msgspec.json.decode(heartbeats.published[FAILURE], type=RankFailure)
         return None if failure.rank == self.rank else failure
 
 

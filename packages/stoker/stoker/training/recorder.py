@@ -32,7 +32,7 @@ from stoker.evaluation.draw import ImageWithBoxes
 from stoker.hardware.device import ReadyEvent
 from stoker.report.tensorboard import Board
 from stoker.training.optim import NO_STATS, StepStats
-from stoker.training.parallel import Attempt
+from stoker.training.parallel import LoopContext
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Recovery, name_images
 from stoker.training.state import EventLogger, TrainSetup
@@ -256,7 +256,7 @@ MIN_WINDOWS = 5
 class Recorder:
     """The records of this attempt of a run, from `begin` on."""
 
-    def __init__(self, attempt: Attempt, recovery: Recovery) -> None:
+    def __init__(self, attempt: LoopContext, recovery: Recovery) -> None:
         self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
         self._ledger, self._recovery = attempt.ledger, recovery
         self._board: Board | None = None

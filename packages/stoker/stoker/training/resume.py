@@ -2,7 +2,7 @@
 to them; and when it rolls back.
 
 A checkpoint is the sum of what its owners put into it: the optimizer, the loader, the sums of the losses, and the
-services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint
+services of the loop (`StateOwner`), each under names of its own. Where a run continues, rank 0 reads the checkpoint
 (`checkpoint.py`) and hands each its part; the other ranks get theirs from rank 0 and need not see the run's folder.
 
 If gradients stay non-finite, the run rolls back (`Recovery`): to the last healthy checkpoint, at a third of the
@@ -47,7 +47,7 @@ class Resumed:
         return (0 if self.saved is None else self.saved["rollbacks"]) != self.rollback_count
 
 
-class Part(Protocol):
+class StateOwner(Protocol):
     """A service of the loop whose state a checkpoint has."""
 
     def state(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Part(Protocol):
         """Continues from what `state` returned. `TrainState` and the weights are those of the checkpoint already."""
 
 
-def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
+def collect_state(setup: TrainSetup, parts: Sequence[StateOwner]) -> dict[str, Any]:
     """What `Recovery.restore` needs besides the EMA weights: tensors on the device, and plain numbers."""
     collected: dict[str, Any] = {
         "optimizer_step": setup.optimizer.state_dict(),
@@ -71,7 +71,7 @@ def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
     return collected
 
 
-def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
+def send_to_other_ranks(setup: TrainSetup, parts: Sequence[StateOwner]) -> None:
     """All ranks continue from the state that rank 0 has restored."""
     ranks = setup.ranks
     if ranks.alone:
@@ -106,9 +106,9 @@ def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
 
 def _check_data(setup: TrainSetup, step: int, saved: dict[str, Any], log_event: EventLogger) -> bool:
     """Whether the data set differs from that of a checkpoint, which is then accepted and recorded. Raises
-    CheckpointError if it is not accepted, or has another number of classes. Older checkpoints have no digest."""
+    CheckpointError if it is not accepted, or has another number of classes."""
     now = dataset_fingerprint(setup)
-    changes = describe_changes(saved["images"], now["images"]) if "images" in saved else []
+    changes = describe_changes(saved["images"], now["images"])
     if saved["classes"] != now["classes"]:
         changes.append(f"the classes: then {', '.join(saved['classes'])}, now {', '.join(now['classes'])}")
     if not changes:
@@ -184,7 +184,7 @@ class Recovery:
     def resume(self, resumed: Resumed) -> None:
         self.rollback_count = resumed.rollback_count
 
-    def restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+    def restore(self, parts: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
         """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they
         are. If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
         Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
@@ -202,7 +202,7 @@ class Recovery:
                 rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
                 loaded = checkpoint.load_newest(self._setup.folder.path, self._log_event, rejected=rejected)
 
-    def _restore(self, parts: Sequence[Part], loaded: LoadedCheckpoint | None) -> None:
+    def _restore(self, parts: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
         setup, state, run = self._setup, self._setup.state, self._setup.folder.path
         rollbacks = read_rollbacks(run)
         # Of those of this attempt, the events may not have been written (a full disk).
@@ -236,7 +236,7 @@ class Recovery:
         again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
         self._log_event("info", f"continuing from step {state.step:,}{again}")
 
-    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
+    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[StateOwner]) -> None:
         """Restores the last healthy state, or that of step 0; from there the learning rate is a third. In rank 0. If
         the run diverged twice from the same checkpoint, it takes the one before: the weights may have been damaged
         before a gradient showed it. failed_at: the step, counted from 0, at which the limit of skipped steps was

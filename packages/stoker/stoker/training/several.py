@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent
 from stoker.models.layers.rank_mean import counting_over_ranks
-from stoker.training.parallel import MAX_STEPS_AHEAD, One
+from stoker.training.parallel import MAX_STEPS_AHEAD, SingleProcess
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import split_batch
@@ -36,7 +36,7 @@ STOP, EVALUATE, SAVE, TRAINED_S = range(MAX_LOSSES, MAX_LOSSES + 4)
 NUM_SIGNALS = MAX_LOSSES + 4
 
 
-class Several(One):
+class MultiProcess(SingleProcess):
     """The steps of a rank among others. `average` and `forward_backward` are completed by the kinds of parallelism."""
 
     can_be_captured = False

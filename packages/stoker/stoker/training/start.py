@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import Config, check, from_run
+from stoker.config.settings import Config, check, from_toml
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, refuse
@@ -38,7 +38,7 @@ from stoker.training.defaults.checks import check_devices, warn_few_queries, war
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
-from stoker.training.optim import Division, LossAccumulator, OptimizerStep
+from stoker.training.optim import LossAccumulator, ModelDivision, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
 from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES
@@ -80,7 +80,7 @@ def resolve_run(
     is downloaded. Raises StokerError."""
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
-    stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
+    stored = ranks.share(lambda: None if path is None else from_toml(path / CONFIG))
     if stored is not None:
         changed = user_config.of_attempt()
         reasons = {name: reason for name, reason in stored[1].items() if name not in changed}
@@ -190,7 +190,7 @@ def make_setup(
     processes: WorkerProcesses | None,
     *,
     quarantine: Callable[[QuarantinedImage], None],
-    sharding: Division | None = None,
+    sharding: ModelDivision | None = None,
     accept_changed_data: bool = False,
     initial_ranks: int = 1,
     image_indices: NDArray[np.int64] | None = None,
@@ -400,7 +400,7 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
     return model.to(device.torch_device).train()
 
 
-def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> Division:
+def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> ModelDivision:
     """How the parameters of a model on the host are divided among several ranks."""
     if is_staged(config, ranks):
         from stoker.training.stages import Stages  # torch.distributed, which other runs need not import

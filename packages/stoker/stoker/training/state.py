@@ -43,7 +43,7 @@ NO_SIZES = BatchSizes(0, 0)
 
 
 class Signals(NamedTuple):
-    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step.
+    """What a process knows after a step. What `parallel.SingleProcess.agree` returns, all know after the same step.
 
     stop: a process was asked to; evaluate, save: due by the clock, a checkpoint in the processes that take part in it;
     trained_s: wall seconds of the steps so far; diverged_step: at which the limit of skipped steps was reached."""

@@ -82,9 +82,9 @@ def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
 
 
 class PlainStep:
-    """What `train_step` needs, where nothing is exchanged with other processes; in a training it is `parallel.One`.
-    accumulator: records the losses, if there is one; micro_batches: equal parts of a batch, which the model gets in
-    turn."""
+    """What `train_step` needs, where nothing is exchanged with other processes; a training has a
+    `parallel.SingleProcess`. accumulator: records the losses, if there is one; micro_batches: equal parts of a batch,
+    which the model gets in turn."""
 
     def __init__(
         self,

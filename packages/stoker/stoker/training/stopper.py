@@ -23,7 +23,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from stoker.training.out_of_memory import HostMemoryGuard
-from stoker.training.parallel import Attempt
+from stoker.training.parallel import LoopContext
 from stoker.training.supervisor import handling_signals
 from stoker_watch.errors import ConfigError, Preempted, StokerError
 from stoker_watch.recording.telemetry.environment import detect_cloud
@@ -278,7 +278,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 class Stopper:
     """Raises `Stopping` where a training that was asked to stop can do so."""
 
-    def __init__(self, attempt: Attempt, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
+    def __init__(self, attempt: LoopContext, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
         setup = attempt.setup
         self.request, self._parallel = request, attempt.parallel
         self._hang_detector, self._tracer = attempt.hang_detector, attempt.tracer

@@ -24,7 +24,7 @@ from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry.host import REPLACED_AT
 
 VARIABLE = "STOKER_RESTART"
-"""Tells a child why it was started: a `Restart` as JSON."""
+"""Tells a child why it was started: a `RestartInfo` as JSON."""
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 """The n-th restart waits FIRST_DELAY_S · 2ⁿ⁻¹, at most MAX_DELAY_S."""
 SLEEP_S = 0.1
@@ -38,7 +38,7 @@ MEANINGS = {1: "an error of stoker or of a library", 5: "out of memory", 7: "the
 _PR_SET_PDEATHSIG = 1
 
 
-class Restart(msgspec.Struct, frozen=True, kw_only=True):
+class RestartInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Why an attempt was started by the supervisor. number: from 1; limit: N of --restarts; exit_code: of the attempt
     before, negative: the signal that killed it; since: Unix time of the first attempt, seconds; oom_kills: processes of
     the cgroup that the kernel killed for memory during the attempt before, if it ended by SIGKILL."""
@@ -51,12 +51,12 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     oom_kills: int = 0
 
 
-def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
+def read_restart(env: Mapping[str, str] = os.environ) -> RestartInfo | None:
     """Why this process was started; None if by hand. Raises ConfigError."""
     if VARIABLE not in env:
         return None
     try:
-        return msgspec.json.decode(env[VARIABLE], type=Restart)
+        return msgspec.json.decode(env[VARIABLE], type=RestartInfo)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{VARIABLE} is not what stoker writes.", cause=str(error), fix=f"unset {VARIABLE}"
@@ -125,7 +125,7 @@ class Supervisor:
             return self._run()
 
     def _run(self) -> int:
-        restart: Restart | None = None
+        restart: RestartInfo | None = None
         while True:
             code = self._run_once(restart)
             if self._is_stopping and code < 0:
@@ -141,7 +141,7 @@ class Supervisor:
             if self._is_stopped_within(delay_s(number)):
                 return 75
             oom_kills = (self._oom_kills or 0) if code == -signal.SIGKILL else 0
-            restart = Restart(
+            restart = RestartInfo(
                 number=number, limit=self._restarts, reason=reason, exit_code=code, since=self._since,
                 oom_kills=oom_kills,
             )  # fmt: skip
@@ -154,7 +154,7 @@ class Supervisor:
             self._sleep(SLEEP_S)
         return self._is_stopping
 
-    def _run_once(self, restart: Restart | None) -> int:
+    def _run_once(self, restart: RestartInfo | None) -> int:
         env = dict(os.environ)
         env.pop(VARIABLE, None)
         if restart is not None:

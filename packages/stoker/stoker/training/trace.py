@@ -90,7 +90,7 @@ class TraceEvent(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Window:
+class _ProfilerWindow:
     """A window while it is recorded and written."""
 
     profiler: profile
@@ -122,7 +122,7 @@ class Tracer:
         self._steps = 0
         self._step_ends_s: deque[float] = deque(maxlen=WINDOW_STEPS + 2)
         """Ends of the newest steps outside windows."""
-        self._active: _Window | None = None
+        self._active: _ProfilerWindow | None = None
         self._writer: threading.Thread | None = None
 
     @property
@@ -186,9 +186,9 @@ class Tracer:
             return
         now_s = self._now()
         self._window_cost_s += now_s - start_s
-        self._active = _Window(profiler, now_s, chrome)
+        self._active = _ProfilerWindow(profiler, now_s, chrome)
 
-    def _end_window(self, window: _Window, step: int) -> None:
+    def _end_window(self, window: _ProfilerWindow, step: int) -> None:
         if len(self._step_ends_s) > 1:
             mean_step_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / (len(self._step_ends_s) - 1)
             window_s = self._now() - window.start_s
@@ -199,7 +199,7 @@ class Tracer:
             self._writer = threading.Thread(target=self._write, args=(window, step), name="stoker-trace", daemon=True)
             self._writer.start()
 
-    def _stop_profiler(self, window: _Window) -> bool:
+    def _stop_profiler(self, window: _ProfilerWindow) -> bool:
         """Ends the recording. It waits for the device, which has at most the work of one step left."""
         self._active = None
         start_s = self._now()
@@ -219,7 +219,7 @@ class Tracer:
         self._enabled = False
         self._log_event("warning", f"{NO_WINDOWS}: {text}")
 
-    def _write(self, window: _Window, step: int) -> None:
+    def _write(self, window: _ProfilerWindow, step: int) -> None:
         """The main function of the thread. step: the last one of the window."""
         try:
             if not self._device.is_cpu:
@@ -231,7 +231,7 @@ class Tracer:
         finally:
             self._writing_cost_s += time.thread_time()
 
-    def _append_trace_window(self, window: _Window, step: int) -> None:
+    def _append_trace_window(self, window: _ProfilerWindow, step: int) -> None:
         trace_window = summarize_window(
             read_events(window.profiler, window.start_ns),
             unix_time_zero=window.start_ns / 1e9,
@@ -245,7 +245,7 @@ class Tracer:
             trace_window.slowdown = window.slowdown
             self._folder.append(TRACES, trace_window)
 
-    def _write_chrome(self, window: _Window, step: int) -> None:
+    def _write_chrome(self, window: _ProfilerWindow, step: int) -> None:
         trace_dir = self._folder.path / TRACE_FILES
         trace_dir.mkdir(exist_ok=True)
         path = trace_dir / f"attempt-{self._folder.attempt}-step-{step:08d}.json.gz"

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Literal, Self
 
 from stoker.training.heartbeats import FRESH_S, call_within
-from stoker.training.ranks import Failure, Ranks
+from stoker.training.ranks import RankFailure, Ranks
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, HungError
 from stoker_watch.runs.records import HANG, RANKS, RunFolder
@@ -175,7 +175,7 @@ class Watchdog:
             fix=f"{fix}; the same command continues from the last checkpoint (--restarts 3 does so by itself)",
         )
 
-    def _end_after(self, failure: Failure, end: Callable[[int], object]) -> None:
+    def _end_after(self, failure: RankFailure, end: Callable[[int], object]) -> None:
         """Ends this rank as a consequence of the failure of another."""
         error = failure.as_error()
         print(f"stoker: {error}", file=sys.stderr, flush=True)

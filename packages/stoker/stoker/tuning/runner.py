@@ -21,7 +21,7 @@ import msgspec
 import torch
 from rich.console import RenderableType
 
-from stoker.config.settings import Config, from_fields, from_run, to_toml
+from stoker.config.settings import Config, from_fields, from_toml, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
@@ -129,7 +129,7 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     if not is_uri(request.target) and (path / CONFIG).is_file():
         if is_held(path):
             raise UsageError("The run is still running: trials would use its device.", location=path)
-        stored, reasons = from_run(path / CONFIG)
+        stored, reasons = from_toml(path / CONFIG)
         if config.set_fields():
             raise UsageError("--config is for a data set; a run has its own settings.", location=path)
         resolved = start.resolve_run(stored, None, devices=devices)

@@ -189,7 +189,7 @@ class TrialProcess:
         return f"the process ended with {how}" + (f": {lines[-1].strip()}" if lines else "")
 
 
-class Measured(msgspec.Struct):
+class MeasuredPairs(msgspec.Struct):
     """Windows of two sides. phases: seconds per image by phase of the second; steps: of each side."""
 
     pairs: list[tuple[float, float]]
@@ -239,7 +239,7 @@ class TrialRecords:
         self._folder.close()
 
 
-def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float) -> Measured:
+def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float) -> MeasuredPairs:
     """Pairs of windows with as many images, in the order A B B A, until it is decided which side is faster, or a look
     after `until_s` of `time.monotonic`. unit: images that are whole steps for both sides. Raises TrialError."""
     first = [window(2 * unit, False) for window in (before, after)]
@@ -259,10 +259,10 @@ def measure_in_turn(before: Window, after: Window, *, unit: int, until_s: float)
     total = sum(reply.images for reply in replies)
     names = dict.fromkeys(name for reply in replies for name in reply.phases)
     phases = {name: sum(reply.phases.get(name, 0.0) for reply in replies) / total for name in names}
-    return Measured(pairs, phases, len(pairs) * replies[0].steps)
+    return MeasuredPairs(pairs, phases, len(pairs) * replies[0].steps)
 
 
-def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> Measured:
+def compare(base: TrialProcess, candidate: TrialProcess, *, until_s: float) -> MeasuredPairs:
     """Whole steps of two configurations, as by `measure_in_turn`."""
     for process in (base, candidate):
         process.warm_up()

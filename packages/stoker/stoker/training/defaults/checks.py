@@ -26,7 +26,7 @@ from stoker.training.defaults.model_choice import (
 from stoker_watch.errors import ConfigError, make_error
 
 
-class Conflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SettingConflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A row of knowledge/conflicts.toml."""
 
     conditions: tuple[str, ...]
@@ -41,7 +41,7 @@ def refuse_conflicts(
     """Raises ConfigError for the first row whose conditions all hold."""
     run = config.run
     values = {"sync": run.sync, "stages": run.stages, "cache": run.cache, "device": device}
-    for row in msgspec.convert(read_toml("conflicts.toml")["conflict"], tuple[Conflict, ...]):
+    for row in msgspec.convert(read_toml("conflicts.toml")["conflict"], tuple[SettingConflict, ...]):
         if conditions.issuperset(row.conditions):
             message, fix = (
                 text.format(**values, count=devices.count, on_host=devices.on_host) for text in (row.message, row.fix)

@@ -53,7 +53,7 @@ def derive(
     """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together; fetch:
     see `choose_model`. Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits."""
     checks.check_user_settings(user_config, index, device, devices)
-    config, reasons = Known(user_config, index, device, devices, fetch).fill(SETTINGS)
+    config, reasons = Derivation(user_config, index, device, devices, fetch).fill(SETTINGS)
     check(config)
     return config, reasons
 
@@ -62,20 +62,20 @@ def derive_for_plan(user_config: Config, index: Index, device: Device) -> tuple[
     """The part of `derive` that tries nothing on the device, which need not be here: all about data and model, the
     length, and as the batch size the user's or the recipe's. Raises ConfigError."""
     rows = {name: row for name, row in SETTINGS.items() if name not in TRIED}
-    config, reasons = Known(user_config, index, device).fill(rows | {"batch_size": recipe_batch_size})
+    config, reasons = Derivation(user_config, index, device).fill(rows | {"batch_size": recipe_batch_size})
     check(config)
     return config, reasons
 
 
 def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """The settings that decide the model's input, and the model. Nothing is tried on the device."""
-    return Known(user_config, index, device).fill({name: SETTINGS[name] for name in MODEL_INPUT})
+    return Derivation(user_config, index, device).fill({name: SETTINGS[name] for name in MODEL_INPUT})
 
 
 def derive_model_input(user_config: Config, index: Index, device: Device) -> ModelInput:
     """The model and its input for `stoker data stats`: what `derive` would choose."""
     anchor_settings = ("anchor_sizes", "anchor_scales", "aspect_ratios")
-    known = Known(user_config, index, device)
+    known = Derivation(user_config, index, device)
     matching = ("fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma")
     known.fill({name: SETTINGS[name] for name in (*MODEL_INPUT, *anchor_settings, *matching)})
     arch, model, image_size = known.arch, known.config.model, known.config.data.image_size
@@ -96,7 +96,7 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
     )
 
 
-class Known:
+class Derivation:
     """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
     def __init__(
@@ -192,14 +192,14 @@ class Known:
         return "--shard" if run.shard else "--stages" if run.num_stages > 1 else None
 
 
-Derive = Callable[[Known], Choice | None]
+Derive = Callable[[Derivation], Choice | None]
 Row = Choice | Derive | None
 
 AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic", "mixup")
 """Settings that `--augment none` sets to 0."""
 
 
-def derive_model(known: Known) -> Choice:
+def derive_model(known: Derivation) -> Choice:
     """By device, images and weights: docs/models.md."""
     model = known.config.model
     choose = functools.partial(choose_model, known.index, known.device, model.weights, queries=model.queries)
@@ -207,7 +207,7 @@ def derive_model(known: Known) -> Choice:
     return choose(fetch=known.fetch)
 
 
-def derive_weights(known: Known) -> Choice:
+def derive_weights(known: Derivation) -> Choice:
     """The first of objects365+coco, coco, objects365, imagenet that the model has; else none."""
     choice = next(iter(known.arch.urls), "none")
     reasons = {
@@ -218,12 +218,12 @@ def derive_weights(known: Known) -> Choice:
     return choice, reasons.get(choice, "trained as a detector")
 
 
-def derive_format(known: Known) -> Choice:
+def derive_format(known: Derivation) -> Choice:
     """Detected from the files."""
     return known.index.format, "detected"
 
 
-def derive_image_size(known: Known) -> Choice:
+def derive_image_size(known: Derivation) -> Choice:
     """The aspect ratio of most images, and at most the pixels that the model was designed for."""
     arch = known.arch
     side = choose_image_side(arch, known.index, known.device, known.config.data.resize)
@@ -231,18 +231,18 @@ def derive_image_size(known: Known) -> Choice:
     return best_image_size(known.index.original_size[known.train_indices], side, arch.size_divisor, context=note)
 
 
-def derive_scale_jitter_prob(known: Known) -> Choice:
+def derive_scale_jitter_prob(known: Derivation) -> Choice:
     """0.5: every other image at another scale; more for ember if images are seen many times."""
     return _stronger_augmentation(known, "scale_jitter_prob") or (0.5, "every other image at another scale")
 
 
-def derive_scale_range(known: Known) -> Choice:
+def derive_scale_range(known: Derivation) -> Choice:
     """0.7 1.5: mild, object sizes stay like those of the data; wider for ember if images are seen many times."""
     strong = None if known.config.data.scale_jitter_prob == 0 else _stronger_augmentation(known, "scale_range")
     return strong or ((0.7, 1.5), "mild: object sizes stay like those of the data")
 
 
-def _stronger_augmentation(known: Known, name: str) -> Choice | None:
+def _stronger_augmentation(known: Derivation, name: str) -> Choice | None:
     """If each image is seen many times, with the recipe's batch size: that of `--auto-batch` is not known yet."""
     arch, config = known.arch, known.config
     batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
@@ -263,18 +263,18 @@ def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     return arch.tuning.strong_augmentation[name], reason
 
 
-def derive_backbone_norm(known: Known) -> Choice | None:
+def derive_backbone_norm(known: Derivation) -> Choice | None:
     """bn for random weights, else the model's."""
     is_random = known.config.model.weights == "none"
     return ("bn", "there are no statistics to freeze: the weights are random") if is_random else None
 
 
-def derive_trainable_backbone_layers(known: Known) -> Choice | None:
+def derive_trainable_backbone_layers(known: Derivation) -> Choice | None:
     """5 for random weights, else the model's."""
     return (5, "the weights are random") if known.config.model.weights == "none" else None
 
 
-def derive_anchor_sizes(known: Known) -> Choice | None:
+def derive_anchor_sizes(known: Derivation) -> Choice | None:
     """Of retinanet_tiny_fpn: percentiles of the boxes. Of faster_rcnn and others: scaled with the image size."""
     arch, config = known.arch, known.config
     if arch.recipe == "tiny" and config.model.weights == "none":
@@ -288,7 +288,7 @@ def derive_anchor_sizes(known: Known) -> Choice | None:
     return None
 
 
-def derive_device(known: Known) -> Choice:
+def derive_device(known: Derivation) -> Choice:
     """An NVIDIA GPU, else the CPU; others only by name."""
     name = str(known.device.torch_device)
     if not known.device.is_cpu:
@@ -298,31 +298,31 @@ def derive_device(known: Known) -> Choice:
     return name, f"training on {untried_device} is untested; --device {untried_device} uses it"
 
 
-def derive_precision(known: Known) -> Choice:
+def derive_precision(known: Derivation) -> Choice:
     """The fastest one with which training is stable on the device."""
     return known.device.best_precision()
 
 
-def derive_workers(known: Known) -> Choice:
+def derive_workers(known: Derivation) -> Choice:
     """auto: tuned while training."""
     is_cpu = known.device.is_cpu
     note = "; at most as many decode, as the model needs the cores itself" if is_cpu else ""
     return "auto", f"tuned while training, starting with {default_num_workers(host_cores(), is_cpu=is_cpu)}{note}"
 
 
-def derive_batch_size(known: Known) -> Choice:
+def derive_batch_size(known: Derivation) -> Choice:
     """The recipe's, or the fastest one with `--auto-batch`."""
     batch_size, _, reason = known.batch_trial
     return batch_size, reason
 
 
-def recipe_batch_size(known: Known) -> Choice:
+def recipe_batch_size(known: Derivation) -> Choice:
     """The recipe's, where nothing can be tried."""
     batch_size = known.recipe.run.batch_size
     return max(1, min(batch_size, known.num_images)), f"the recipe's {batch_size}"
 
 
-def derive_grad_accum_steps(known: Known) -> Choice:
+def derive_grad_accum_steps(known: Derivation) -> Choice:
     """As many micro-batches as memory asks for, or as keep `--stages` busy."""
     batch_size, micro_batches, reason = known.batch_trial
     if (stages := known.config.run.num_stages) > 1:
@@ -343,13 +343,13 @@ def choose_micro_batches(batch_size: int, stages: int, least: int) -> tuple[int,
     return chosen, f"{stages} stages of equal speed would wait {100 * bubble:.0f} % of a step"
 
 
-def _check_batch(known: Known) -> None:
+def _check_batch(known: Derivation) -> None:
     """Tries the batch, also one that the user set."""
     _ = known.batch_trial
     checks.check_micro_batches(known.config, known.devices.count)
 
 
-def derive_backbone_lr_mult(known: Known) -> Choice:
+def derive_backbone_lr_mult(known: Derivation) -> Choice:
     """The recipe's for pretrained weights (D-FINE, DEIMv2, RF-DETR); 0.3 for ember on a pretrained backbone with frozen
     norms; else 1.0, one learning rate for all weights, as in torchvision's and Detectron2's recipes."""
     arch, model, of_recipe = known.arch, known.config.model, known.recipe.optim.backbone_lr_mult
@@ -361,14 +361,14 @@ def derive_backbone_lr_mult(known: Known) -> Choice:
     return 1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"
 
 
-def derive_optimizer(known: Known) -> Choice:
+def derive_optimizer(known: Derivation) -> Choice:
     """The recipe's; adamw with `--shard` where that is muon."""
     if known.recipe.optim.optimizer == "muon" and known.config.run.shard:
         return "adamw", "muon needs whole kernels, which --shard divides"
     return known.recipe.optim.optimizer, f"recipe {known.arch.recipe}"
 
 
-def derive_lr(known: Known) -> Choice:
+def derive_lr(known: Derivation) -> Choice:
     """The recipe's, scaled with the batch size: linearly for sgd, with its square root for adamw and muon.
 
     SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
@@ -382,7 +382,7 @@ def derive_lr(known: Known) -> Choice:
     return float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
 
 
-def _reference_lr(known: Known) -> tuple[float, int, str]:
+def _reference_lr(known: Derivation) -> tuple[float, int, str]:
     """(learning rate, its batch size, its source)."""
     optimizer, recipe = known.config.optim.optimizer, known.recipe
     if (optimizer == "sgd") == (recipe.optim.optimizer == "sgd"):  # muon's updates are as large as adamw's
@@ -403,7 +403,7 @@ NUM_EVALUATIONS = 12
 """Evaluations of a training."""
 
 
-def derive_max_duration(known: Known) -> Choice:
+def derive_max_duration(known: Derivation) -> Choice:
     """12 epochs, 36 from random weights, 10 of retinanet_tiny_fpn; at least 1,500 steps, at most as many images as that
     many epochs of COCO have."""
     epochs, steps = _default_length(known, known.config.run.batch_size)
@@ -415,7 +415,7 @@ def derive_max_duration(known: Known) -> Choice:
     return str(steps), reason
 
 
-def derive_warmup_steps(known: Known) -> Choice:
+def derive_warmup_steps(known: Derivation) -> Choice:
     """5 % of the length, at most 500 steps; longer for a batch size above the recipe's."""
     return choose_warmup_steps(known.total_steps, known.config.run.batch_size / _reference_lr(known)[1])
 
@@ -436,7 +436,7 @@ def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str
     return steps, reason
 
 
-def derive_eval_every(known: Known) -> Choice:
+def derive_eval_every(known: Derivation) -> Choice:
     """12 evaluations, at most one per epoch, in at most a tenth of the time."""
     batch_size, total = known.config.run.batch_size, known.total_steps
     if total is None:
@@ -449,7 +449,7 @@ def derive_eval_every(known: Known) -> Choice:
     return ("0", f"only at the end: {reason}") if interval >= total else (str(interval), reason)
 
 
-def derive_ema_decay(known: Known) -> Choice:
+def derive_ema_decay(known: Derivation) -> Choice:
     """Averages over about 2 % of the length, at least 10 steps."""
     if known.total_steps is None:
         return 0.98, "averages over about 50 steps; the number of steps is not known in advance"
@@ -458,7 +458,7 @@ def derive_ema_decay(known: Known) -> Choice:
     return float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {source}"
 
 
-def _default_length(known: Known, batch_size: int) -> tuple[int, int]:
+def _default_length(known: Derivation, batch_size: int) -> tuple[int, int]:
     """(epochs, steps), which are more or fewer than the epochs if these were too short or too long."""
     if known.arch.recipe == "tiny":
         epochs = TINY_EPOCHS
@@ -479,7 +479,7 @@ def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | N
             return None
 
 
-def derive_shuffle_buffer(known: Known) -> Choice:
+def derive_shuffle_buffer(known: Derivation) -> Choice:
     """As many images of shards as a part of the free memory holds; 0 for images that are files."""
     limit, used = host_memory()
     return choose_buffer(
@@ -491,7 +491,7 @@ def derive_shuffle_buffer(known: Known) -> Choice:
     )
 
 
-def derive_cache(known: Known) -> Choice:
+def derive_cache(known: Derivation) -> Choice:
     """Where decoded images fit, if decoding takes longer than reading them."""
     data, run = known.config.data, known.config.run
     if run.jpeg_decoder == "nvjpeg":
@@ -513,7 +513,7 @@ def derive_cache(known: Known) -> Choice:
     return kind, reason
 
 
-def derive_jpeg_decoder(known: Known) -> Choice:
+def derive_jpeg_decoder(known: Derivation) -> Choice:
     """nvJPEG where the cores decode fewer images than the GPU trains on, with a step of the chosen batch size."""
     data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
     if known.divided_by:
@@ -531,7 +531,7 @@ COMPILE_PAYS_FROM_S = 5 * 60.0
 tenths of the time of a step gained. Both are predictions, no GPU has confirmed them (decision 8)."""
 
 
-def derive_compile(known: Known) -> Choice:
+def derive_compile(known: Derivation) -> Choice:
     """Yes for long runs on CUDA."""
     if known.divided_by:
         return False, f"compiling is not supported with {known.divided_by}"
@@ -620,7 +620,7 @@ TRIED = (
     "precision", "workers", "grad_accum_steps", "lr", "shuffle_buffer", "cache", "jpeg_decoder", "compile",
 )  # fmt: skip
 """Settings that depend on the device and what was tried on it."""
-CHECKS: dict[str, Callable[[Known], None]] = {
+CHECKS: dict[str, Callable[[Derivation], None]] = {
     "model": lambda known: check_settings(known.config.model),
     "weights": lambda known: check_pretrained(known.config.model),
     "image_size": lambda known: check_image_size(known.config),

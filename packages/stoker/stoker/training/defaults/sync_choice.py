@@ -17,7 +17,7 @@ from stoker.config.settings import Config
 from stoker.config.sync_method import parse_sync
 from stoker.data.index import Index
 from stoker.hardware.device import Device
-from stoker.hardware.exchange_cost import Link, Workload, low_rank_fraction, step_cost
+from stoker.hardware.exchange_cost import DeviceLink, Workload, low_rank_fraction, step_cost
 from stoker.training.defaults.dry_run import DryRun
 from stoker.training.ranks import Ranks
 
@@ -32,10 +32,10 @@ COMPRESSION_RANK = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredExchange:
     """What decides, the slowest of all ranks."""
 
-    link: Link
+    link: DeviceLink
     work: Workload
     devices: int
 
@@ -52,7 +52,7 @@ def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> t
     return ranks.share(lambda: decide(own))
 
 
-def decide(measured: Measured) -> tuple[str, str]:
+def decide(measured: MeasuredExchange) -> tuple[str, str]:
     """(method, reason)."""
     link, work = measured.link, measured.work
     total_s = {name: step_cost(work, link, measured.devices, parse_sync(name)).total_s for name in CANDIDATES}
@@ -70,7 +70,7 @@ def decide(measured: Measured) -> tuple[str, str]:
     return chosen, f"auto: {facts}: {total_s['plain'] / total_s[chosen]:.2g} × as fast as plain"
 
 
-def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measured:
+def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> MeasuredExchange:
     """The slowest of the ranks, in all of them."""
     dry_run = DryRun(config, index, device)
     micro_batches = config.optim.grad_accum_steps
@@ -79,7 +79,7 @@ def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measu
     return measure_exchange(dry_run.optimizer.weights(), step_s, device, ranks)
 
 
-def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> Measured:
+def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> MeasuredExchange:
     """The same for a step of `step_s` seconds that changes these weights."""
     from stoker.preflight import network
 
@@ -97,7 +97,7 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
     slowest = (max(values) for values in zip(*ranks.gather_all(own), strict=True))
     step_s, latency_s, large_s, cast_s, compression_s = slowest
     n = ranks.world_size
-    link = Link(latency_s / (2 * (n - 1)), 2 * (n - 1) / n * found.size_bytes / max(1e-9, large_s - latency_s))
+    link = DeviceLink(latency_s / (2 * (n - 1)), 2 * (n - 1) / n * found.size_bytes / max(1e-9, large_s - latency_s))
     work = Workload(
         compute_s=step_s,
         gradient_bytes=size_bytes,
@@ -105,7 +105,7 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
         compression_s=compression_s,
         cast_s=cast_s,
     )
-    return Measured(link, work, n)
+    return MeasuredExchange(link, work, n)
 
 
 def compress(gradients: Sequence[Tensor], rank: int) -> None:
