@@ -85,7 +85,7 @@ def check(
     The report has the findings, the worst first; `report.blocked` says whether training would fail, or would run on the
     CPU without `device="cpu"`. Raises StokerError for settings that do not exist or contradict each other.
     """
-    from stoker.config.settings import check as check_settings
+    from stoker.config.settings import check_config
     from stoker.planning.check import CheckRequest
     from stoker.planning.check import check as run_checks
     from stoker.training.run_selection import with_absolute_paths
@@ -93,7 +93,7 @@ def check(
     fields = translate_keywords("check", settings, data=data, run_dir=run_dir, devices=devices)
     run_dir, devices = (fields.pop(name, None) for name in ("run_dir", "devices"))
     config = from_fields(fields)
-    check_settings(config)
+    check_config(config)
     request = CheckRequest(
         config=with_absolute_paths(config),
         run_dir=None if run_dir is None else os.fspath(run_dir),

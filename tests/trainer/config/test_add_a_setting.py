@@ -14,18 +14,18 @@ from benchmarks.processes import python_path
 ROOT = Path(__file__).resolve().parents[3]
 CHECK = """
 from stoker_watch.cli.app import app
-from stoker.config.settings import check, from_fields, from_toml, to_toml
+from stoker.config.settings import check_config, from_fields, from_toml, to_toml
 from stoker.training.defaults.derive import SETTINGS
 import pathlib
 config = from_fields({"label_smoothing": 0.1})
-check(config)
+check_config(config)
 pathlib.Path("c.toml").write_text(to_toml(config, {}))
 assert from_toml(pathlib.Path("c.toml"))[0].model.label_smoothing == 0.1
 _, bound, _ = app.parse_args(["train", "images", "--label-smoothing", "0.2"])
 assert bound.arguments["config"].model.label_smoothing == 0.2
 assert SETTINGS["label_smoothing"][0] == 0.0
 try:
-    check(from_fields({"label_smoothing": 0.9}))
+    check_config(from_fields({"label_smoothing": 0.9}))
 except Exception as error:
     assert "--label-smoothing 0.9 is out of range" in str(error)
 else:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, from_toml, settings_table, to_toml
+from stoker.config.settings import (
+    SECTION_OF,
+    SECTIONS,
+    Config,
+    check_config,
+    from_fields,
+    from_toml,
+    settings_table,
+    to_toml,
+)
 from stoker_watch.durations import Duration, parse_duration
 from stoker_watch.errors import ConfigError
 
@@ -92,7 +101,7 @@ def test_bad_durations_name_the_valid_ones(text: str):
 )
 def test_values_that_cannot_be(fields: dict[str, Any], words: list[str]):
     with pytest.raises(ConfigError) as caught:
-        check(from_fields(fields))
+        check_config(from_fields(fields))
     for word in words:
         assert word in str(caught.value)
 
@@ -175,4 +184,4 @@ def test_epochs_are_a_number_or_its_text(epochs: object, length: str | None) -> 
 @pytest.mark.parametrize("queries", [0, -5])
 def test_a_number_of_queries_is_positive(queries: int) -> None:
     with pytest.raises(ConfigError, match="queries"):
-        check(from_fields({"queries": queries, "model": "dfine_n"}))
+        check_config(from_fields({"queries": queries, "model": "dfine_n"}))

@@ -71,8 +71,8 @@ def test_a_loader_repeats_goes_on_after_a_resume_and_refuses_another_threshold(t
 
 
 def test_the_setting_has_bounds() -> None:
-    from stoker.config.settings import check
+    from stoker.config.settings import check_config
     from stoker_watch.errors import ConfigError
 
     with pytest.raises(ConfigError, match="repeat-thresh"):
-        check(Config().replace(repeat_thresh=2.0))
+        check_config(Config().replace(repeat_thresh=2.0))

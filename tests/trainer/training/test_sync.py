@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
 
-from stoker.config.settings import Config, check, from_fields
+from stoker.config.settings import Config, check_config, from_fields
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.index import open_index
 from stoker.hardware.device import select_device
@@ -71,13 +71,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_methods_have_numbers(text: str, method: SyncMethod, shown: str) -> None:
     assert parse_sync(text) == method
     assert str(method) == shown
-    check(from_fields({"sync": text}))
+    check_config(from_fields({"sync": text}))
 
 
 @pytest.mark.parametrize("text", ["", "ring", "every:1", "every:x", "powersgd:0", "auto:3", "bf16:0", "plain:-1"])
 def test_other_methods_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--sync"):
-        check(from_fields({"sync": text}))
+        check_config(from_fields({"sync": text}))
 
 
 @pytest.mark.parametrize(

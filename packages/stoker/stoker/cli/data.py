@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from stoker.config.settings import Config, DataSettings, from_fields
-from stoker.config.settings import check as check_settings
+from stoker.config.settings import Config, DataSettings, check_config, from_fields
 from stoker_watch.cli import described, show
 from stoker_watch.printable import print_text
 
@@ -42,7 +41,7 @@ class Reading:
     def settings(self, data: str, **others: Any) -> Config:
         """With other settings. Raises ConfigError."""
         config = from_fields({"data": data, **dataclasses.asdict(self), "classes": self.classes or None, **others})
-        check_settings(config)
+        check_config(config)
         return config
 
 
@@ -187,7 +186,7 @@ def preview(
 
     overrides = {"model": model, "weights": weights, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**join_length(overrides))
-    check_settings(user_config)
+    check_config(user_config)
     index = open_index_of(user_config.data)
     check_output_path(out, index, IMAGE_SUFFIXES)
     image_indices = index.image_indices(split)

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import flags_of, join_settings, train
 from stoker.config.flag_names import translate
-from stoker.config.settings import Config, check
+from stoker.config.settings import Config, check_config
 from stoker.launching.spec import PLACES, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker_watch.cli import PARAMETER, described, show
 from stoker_watch.durations import parse_time_s
@@ -104,7 +104,7 @@ def _read_settings(data: str | None, settings: tuple[str, ...], *, has_files: bo
         found["monitor"].validate()
     length = {name: found.get(name) for name in ("epochs", "steps", "max_time")}
     config = join_settings(found.get("config", Config()), file, data, **length)
-    check(config)
+    check_config(config)
     return tuple(words[1:]), config
 
 

@@ -48,14 +48,14 @@ def check(
     from stoker_watch.errors import PreflightError
 
     with quick_imports():
-        from stoker.config.settings import check as check_settings
+        from stoker.config.settings import check_config
         from stoker.planning.check import CheckRequest
         from stoker.planning.check import check as run_checks
         from stoker.training.run_selection import with_absolute_paths
         from stoker_watch.report.findings_terminal import print_findings
 
     config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
-    check_settings(config)
+    check_config(config)
     request = CheckRequest(
         config=with_absolute_paths(config),
         run_dir=run_dir,

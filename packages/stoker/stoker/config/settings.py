@@ -442,44 +442,64 @@ def _convert(tables: dict[str, dict[str, Any]], path: Path | None, text: str = "
         ) from error
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Raises ConfigError for the first field that is set to a value it cannot have. AUTO fields pass."""
+    for check in (_check_bounds, _check_images, _check_anchors, _check_batch, _check_lengths):
+        check(config)
+
+
+def _check_bounds(config: Config) -> None:
     rows = setting_rows()
     for name, value in config.set_fields().items():
         bounds = rows[name].bounds if name in rows else None
         if bounds is not None and value != "auto" and not bounds[0] <= value <= bounds[1]:
             choices = [f"{bounds[0]:g} … {bounds[1]:g}", *(["auto"] if name in ("workers", "worker_processes") else [])]
             raise ConfigError(f"--{flag_of(name)} {value} is out of range.", choices=choices)
-    data, model, optim, run = config.data, config.model, config.optim, config.run
+
+
+def _check_images(config: Config) -> None:
+    data, batch_size = config.data, config.run.batch_size
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says
         raise ConfigError(f"--image-size {data.image_size[0]} {data.image_size[1]}: both sides must be at least 32.")
     if data.scale_range is not None and not 0.05 <= data.scale_range[0] <= data.scale_range[1] <= 20:
         low, high = data.scale_range
         raise ConfigError(f"--scale-range {low} {high}: wanted 0.05 <= smallest <= largest <= 20.")
-    if data.mosaic is not None and data.mosaic > 0 and run.batch_size is not None and run.batch_size % 4:
+    if data.mosaic and batch_size is not None and batch_size % 4:
         raise ConfigError(
-            f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {run.batch_size}.",
+            f"--mosaic {data.mosaic:g} needs a batch that is a multiple of 4, not {batch_size}.",
             cause="a mosaic is made of four consecutive images of the batch",
-            fix=f"--batch-size {max(4, run.batch_size // 4 * 4)}, or --mosaic 0",
+            fix=f"--batch-size {max(4, batch_size // 4 * 4)}, or --mosaic 0",
         )
     if data.mixup and data.mosaic == 0:
         raise ConfigError(f"--mixup {data.mixup:g} needs mosaics.", fix="--mosaic 0.5, or --mixup 0")
+
+
+def _check_anchors(config: Config) -> None:
+    model = config.model
     for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"):
         values = getattr(model, name)
         if values is not None and not (values and all(0 < value < math.inf for value in values)):
             raise ConfigError(f"--{flag_of(name)} needs at least one number, all above zero.")
     if None not in (model.fg_iou_thresh, model.bg_iou_thresh) and model.bg_iou_thresh > model.fg_iou_thresh:
         raise ConfigError("--bg-iou-thresh must not be above --fg-iou-thresh.")
-    if run.batch_size is not None and optim.grad_accum_steps is not None and run.batch_size % optim.grad_accum_steps:
+
+
+def _check_batch(config: Config) -> None:
+    batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
+    if batch_size is not None and micro_batches is not None and batch_size % micro_batches:
         raise ConfigError(
-            f"--batch-size {run.batch_size} is not a multiple of --grad-accum-steps {optim.grad_accum_steps}.",
+            f"--batch-size {batch_size} is not a multiple of --grad-accum-steps {micro_batches}.",
             cause="the batch is split into equal micro-batches",
-            choices=[n for n in range(1, run.batch_size + 1) if run.batch_size % n == 0],
+            choices=[n for n in range(1, batch_size + 1) if batch_size % n == 0],
         )
+    if config.run.sync is not None:
+        parse_sync(config.run.sync)
+
+
+def _check_lengths(config: Config) -> None:
+    run = config.run
     if run.patience and run.eval_every is not None and parse_duration(run.eval_every, "eval-every").value <= 0:
         raise make_error(ConfigError, "patience-without-evaluations", patience=run.patience, eval_every=run.eval_every)
-    if run.sync is not None:
-        parse_sync(run.sync)
     for name in ("max_duration", "eval_every", "checkpoint_every"):
         text = getattr(run, name)
         if text is not None:

@@ -10,7 +10,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
-from stoker.config.settings import Config, check, from_fields, to_toml
+from stoker.config.settings import Config, check_config, from_fields, to_toml
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
 from stoker.migration.text_format import read_message
 from stoker.migration.tf_inputs import read_inputs
@@ -54,7 +54,7 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     if tpu or train.flag("use_bfloat16", False):
         account.trap("tpu", None, sign=tpu[0] if tpu else "use_bfloat16")
     config = from_fields(account.settings)
-    check(config)
+    check_config(config)
     rows = sorted(account.rows.values(), key=lambda row: (row.line is None, row.line or 0))
     report = ImportReport(
         source=str(path),

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stoker.config.settings import Config, check, flag_words
+from stoker.config.settings import Config, check_config, flag_words
 from stoker.config.sync_method import PLAIN, parse_sync
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -77,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """The plan of a training. on: names of machines, `this` for the present one; none: this one and the table. gpus:
     numbers; none: those of the named machines, else one. measure: time 50 steps here first. Raises StokerError."""
-    check(user_config)
+    check_config(user_config)
     if any(not 1 <= count <= MAX_NAMED_GPUS for count in gpus):
         raise UsageError(f"--gpus {min(gpus)}: wanted 1 … {MAX_NAMED_GPUS}.")
     table = listed_machines() if prices is None else read_prices(prices, listed_machines())

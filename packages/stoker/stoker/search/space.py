@@ -14,7 +14,7 @@ import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from stoker.config.architectures import find_architecture
-from stoker.config.settings import SECTION_OF, SECTIONS, Config, check, from_fields, setting_rows
+from stoker.config.settings import SECTION_OF, SECTIONS, Config, check_config, from_fields, setting_rows
 from stoker.knowledge import read_toml
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, did_you_mean
@@ -197,7 +197,7 @@ def _read_entry(name: str, value: Any, location: Path | None) -> Range | list[Sc
 
 def _check_value(name: str, value: Any, location: Path | None) -> None:
     try:
-        check(from_fields({name: value}))
+        check_config(from_fields({name: value}))
     except ConfigError as error:
         what = f"The space of {name} contains {value!r}. {error.what}"
         raise ConfigError(what, location=location, cause=error.cause, choices=error.choices) from error

@@ -326,7 +326,7 @@ class OptimizerStep:
         return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
 
     def _distributed_state(self, sharding: ModelDivision) -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state by the number of the parameter in the whole model, as `ModelDivision.gather` takes it."""
+        """Number of the parameter in the whole model → the optimizer's state, as `ModelDivision.gather` takes it."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import Config, check, from_toml
+from stoker.config.settings import Config, check_config, from_toml
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, refuse
@@ -93,7 +93,7 @@ def resolve_run(
             cause=f"it has no value for {', '.join(unknown)}",
             fix=f"continue with the version that started it, or start a new run with --weights {path / BEST}",
         )
-    check(requested)
+    check_config(requested)
     check_image_size(requested)
     device = select_device(ranks.device_name(requested.run.device))
     require_meant_device(device, requested.run.device)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.config.settings import Config, check, from_fields
+from stoker.config.settings import Config, check_config, from_fields
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.evaluation.evaluate import detect, evaluation_loader
@@ -390,7 +390,7 @@ def main() -> int:
         line = sys.stdin.buffer.readline()
         start = msgspec.json.decode(line, type=Start)
         config = from_fields(start.settings)
-        check(config)
+        check_config(config)
         is_other = OTHER_RANK in sys.argv
         others = _OtherRanks(1 if is_other else start.devices, reply)
         others.tell(line)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config.architectures import PRETRAINED_NAMES
-from stoker.config.settings import SECTION_OF, Config, check, read_recipes, setting_rows
+from stoker.config.settings import SECTION_OF, Config, check_config, read_recipes, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -54,7 +54,7 @@ def derive(
     see `choose_model`. Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits."""
     checks.check_user_settings(user_config, index, device, devices)
     config, reasons = Derivation(user_config, index, device, devices, fetch).fill(SETTINGS)
-    check(config)
+    check_config(config)
     return config, reasons
 
 
@@ -63,7 +63,7 @@ def derive_for_plan(user_config: Config, index: Index, device: Device) -> tuple[
     length, and as the batch size the user's or the recipe's. Raises ConfigError."""
     rows = {name: row for name, row in SETTINGS.items() if name not in TRIED}
     config, reasons = Derivation(user_config, index, device).fill(rows | {"batch_size": recipe_batch_size})
-    check(config)
+    check_config(config)
     return config, reasons
 
 
