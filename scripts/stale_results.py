@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADING = ("stoker/data/loading", "stoker/data/images", "stoker/data/augment.py", "stoker/data/geometry.py")
-MODELS = ("stoker/models", "stoker/training/step.py", "stoker/training/optim.py", "stoker/training/muon.py")
+MODELS = (
+    "stoker/models",
+    *(f"stoker/training/{name}.py" for name in ("step", "optim", "make_optimizer", "norm_stats", "loss_sums", "muon")),
+)
 TRAINING = (*MODELS, "stoker/training/loop.py", "stoker/training/defaults", "stoker/knowledge/recipes.toml")
 MEASURES: dict[str, tuple[str, ...]] = {
     "cache": ("stoker/data/images/pixel_cache.py", *LOADING),

@@ -38,8 +38,8 @@ from stoker.planning.fake_accelerator import (
     to_fake,
 )
 from stoker.planning.trace import FLOP
-from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
+from stoker.training.loss_sums import LossAccumulator
 from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
 from tests.host_sync import ForbidHostSync
@@ -226,7 +226,7 @@ def try_step(trial: Trial) -> Outcome:
 def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep, counts: OperatorCounts) -> str | None:
     """Takes the trial's steps. Counts the operators of the last one, when the anchors and the optimizer's state are
     there."""
-    meter = optim.LossAccumulator(Device(torch.device(DEVICE)), max_skipped_steps=3)
+    meter = LossAccumulator(Device(torch.device(DEVICE)), max_skipped_steps=3)
     try:
         for step in range(trial.steps):
             is_last = step == trial.steps - 1

@@ -2,7 +2,7 @@
 
 In the context `ForbidHostSync` every operator that needs a value on the host raises `HostSyncError`. CPU tensors are
 treated as if they were on a device, so a test without an accelerator proves that the same step has no host sync on one.
-A sync that is needed is allowed by name: `with allow_host_sync("nms"):` (`stoker/hardware/device.py`).
+A sync that is needed is allowed by name: `with allow_host_sync("nms"):` (`stoker/hardware/host_sync.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.hardware.device import allowed_host_syncs
+from stoker.hardware.host_sync import allowed_host_syncs
 
 
 class HostSyncError(RuntimeError):
@@ -23,7 +23,7 @@ class HostSyncError(RuntimeError):
     def __init__(self, operator: str, fix: str) -> None:
         super().__init__(
             f"{operator} makes the host wait for the device.\n  fix:    {fix}, "
-            'or `with stoker.hardware.device.allow_host_sync("a name"):` if the sync is needed'
+            'or `with stoker.hardware.host_sync.allow_host_sync("a name"):` if the sync is needed'
         )
         self.operator = operator
         self.fix = fix

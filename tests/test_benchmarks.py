@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.hardware.device import SideStream, select_device
+from stoker.hardware.device import SideStream
+from stoker.hardware.selection import select_device
 from tests.fixtures.benchmarks import FOLDER, run_quick
 
 

@@ -42,7 +42,7 @@ REASONS = {
     "hardware/calibration.py": OWN_CACHE,
     "hardware/cgroup.py": KERNEL,
     "hardware/cuda_trial.py": KERNEL,
-    "hardware/device.py": KERNEL,
+    "hardware/cpu.py": KERNEL,
     "hardware/tpu.py": KERNEL,
     "inference/predict.py": OWN_RUN,
     "inference/runtime.py _read_archive": "the reader of a file that the caller has opened as a model",

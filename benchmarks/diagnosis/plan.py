@@ -120,7 +120,8 @@ class RealStep:
     def __init__(self, case: Case, device_name: str, precision: str) -> None:
         import torch
 
-        from stoker.hardware.device import configure_malloc, select_device
+        from stoker.hardware.cpu import configure_malloc
+        from stoker.hardware.selection import select_device
         from stoker.planning.trace import CountedStep
         from stoker.training.defaults.dry_run import make_worst_case_batch
 

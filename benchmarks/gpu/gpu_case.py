@@ -33,15 +33,17 @@ from benchmarks.processes import record
 from stoker.config.settings import Config, DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
-from stoker.hardware.device import Device, ReadyEvent, select_device
+from stoker.hardware.device import Device, ReadyEvent
+from stoker.hardware.selection import select_device
 from stoker.models import MODELS, Detector, build
 from stoker.models.layers.convolutions import use_fused_convs
 from stoker.models.retinanet import RetinaNet
 from stoker.training import make_step, step
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.loss_sums import LossAccumulator
 from stoker.training.make_step import CudaCapture, CudaGraphStep
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.optim import OptimizerStep
 from stoker.training.step import LossFn, PlainStep, make_augment_fn, make_loss_fn, train_step
 from tests import fakes
 

@@ -141,7 +141,8 @@ def count_eager(trial: Any, *, outside: bool) -> dict[str, Part]:
     from stoker.data.augment import augment_batch
     from stoker.hardware.device import Device
     from stoker.planning.fake_accelerator import DEVICE, Autocast, fake_tensors, to_fake
-    from stoker.training.optim import LossAccumulator, OptimizerStep
+    from stoker.training.loss_sums import LossAccumulator
+    from stoker.training.optim import OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
     from tests import fakes
 

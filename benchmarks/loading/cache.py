@@ -56,7 +56,8 @@ def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
     from stoker.data.loading.buffers import HostBatchBuffer
     from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleStream, compute_max_boxes
     from stoker.data.loading.stats import Counters
-    from stoker.hardware.device import configure_malloc, select_device
+    from stoker.hardware.cpu import configure_malloc
+    from stoker.hardware.selection import select_device
 
     configure_malloc()
     index = open_index(folder)

@@ -84,7 +84,8 @@ def loader_of(folder: Path, case: str, workers: int, processes: Any = None) -> I
 
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
-    from stoker.hardware.device import configure_malloc, select_device
+    from stoker.hardware.cpu import configure_malloc
+    from stoker.hardware.selection import select_device
 
     configure_malloc()  # as the start of a run does
     count, changes = CASES[case]
@@ -118,7 +119,7 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
     """For each case, for threads and for processes: ms per sample with and without the GIL, releases per sample, and
     CPU ms of all processes per sample, of each pass."""
     from stoker.data.loading.processes import WorkerProcesses
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
 
     probe = ctypes.CDLL(os.environ["LD_PRELOAD"])
     probe.gil_released_ns.restype = probe.gil_releases.restype = ctypes.c_int64

@@ -26,7 +26,7 @@ Passes = Callable[[], Iterable[Any]]
 def stoker_loader(folder: Path, workers: int, repeats: int) -> Passes:
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
 
     index = open_index(folder)
     image_indices = np.tile(np.arange(len(index)), repeats)

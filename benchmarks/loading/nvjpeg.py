@@ -18,7 +18,8 @@ from benchmarks.report import Report, options, publish
 from stoker.data.index import Index, open_index
 from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 
 BATCH, IMAGE_SIZE = 32, (800, 800)
 FIRST = 12

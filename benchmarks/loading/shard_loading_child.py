@@ -43,7 +43,7 @@ def stoker(arguments: argparse.Namespace, began_s: float) -> Iterator[int]:
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
     from stoker.data.loading.shard_order import choose_buffer
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
     from stoker_watch.hardware.cgroup import host_memory
 
     index = open_index(arguments.what if arguments.port == 0 else f"s3://bucket/{arguments.what}")

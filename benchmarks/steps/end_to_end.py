@@ -180,7 +180,7 @@ def draw(folder: Path, files: int, height: int, width: int, roll_percent: int) -
 
 
 def run(arguments: argparse.Namespace) -> Report:
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
 
     device = select_device(arguments.device)
     n = 1 if arguments.quick else arguments.runs or (2 if device.is_cpu else 3)

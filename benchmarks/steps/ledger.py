@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import stoker
 from benchmarks.report import Bar, Report, options, publish, spread
-from stoker.hardware import device
+from stoker.hardware import device, selection
 from stoker.training.trace import EVERY_S, WINDOW_STEPS, Tracer
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.recording.measure import Measure
@@ -150,7 +150,7 @@ def row(what: str, seconds: list[float]) -> dict[str, object]:
 
 def run(quick: bool) -> Report:
     rounds, empty = (30, 300) if quick else (100, 2000)
-    where = device.select_device()
+    where = selection.select_device()
     ledger, off, work = Ledger(where.make_clock(), start_s=time.perf_counter()), Off(), Step(where)
     kept = tempfile.TemporaryDirectory()
     tracer = Tracer(where, RunFolder(Path(kept.name), 1), ledger, silent)

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> Report:
     n, side, count, large = (2, 64, 2, 128) if arguments.quick else (7, 320, 8, 800)
     import torch
 
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
 
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     half, why = select_device("cpu").best_precision()

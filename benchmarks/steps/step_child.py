@@ -88,7 +88,8 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     """The same model in this project's code."""
     from stoker.config.settings import ModelSettings, OptimSettings
     from stoker.data.batch import NUM_RAND, Batch
-    from stoker.hardware.device import configure_malloc, select_device
+    from stoker.hardware.cpu import configure_malloc
+    from stoker.hardware.selection import select_device
     from stoker.models import MODELS
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet import RetinaNet

@@ -67,14 +67,14 @@ def test_a_step_without_a_copy_of_the_statistics_fails(monkeypatch: pytest.Monke
     """The check sees what XLA's batch norm does not write through a view."""
     from stoker.training import optim
 
-    monkeypatch.setattr(optim, "_copy_stats", lambda *_, **__: None)
+    monkeypatch.setattr(optim, "copy_stats", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="running_"):
         check(Trial(model="retinanet_tiny_fpn", dtype=torch.float32, steps=BAD_STEP + 2))
 
 
 TWO_CHIPS = """
 import torch, torch_xla
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from tests.xla.test_steps import check
 from tests.xla.trials import Trial
 

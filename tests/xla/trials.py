@@ -9,9 +9,11 @@ from torch_xla.debug import metrics
 
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models import Detector, build
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests.trainer.models.samples import make_batch, settings_of
 

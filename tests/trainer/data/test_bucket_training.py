@@ -12,7 +12,7 @@ from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
 from stoker.data.remote import mirror_dir_for
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.run import train
 from stoker_watch.report.html import write_report
 from stoker_watch.runs.evaluation import read_evaluation

@@ -18,7 +18,7 @@ from stoker.data.index import open_index, require_images
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.data.validation.check import DatasetCheck, check_dataset
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KINDS, ProblemCollector, max_bad_images
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.report.dataset import print_check
 from stoker_watch.errors import DataError, UsageError
 from tests.drawn import draw

@@ -17,7 +17,7 @@ from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.data.loading.samples import LoaderSpec
 from stoker.data.validation.check import check_dataset
 from stoker.data.validation.problems import PROBLEM_KINDS
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker_watch.cli.app import main
 from stoker_watch.errors import StokerError
 from tests.trainer.data import hostile

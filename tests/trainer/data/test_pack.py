@@ -25,7 +25,7 @@ from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.data.loading.samples import LoaderSpec
 from stoker.data.packing import PackOptions, PackResult, in_threads, pack
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker_watch.cli.app import main
 from stoker_watch.errors import DataError, UsageError
 from stoker_watch.storage.store import open_store

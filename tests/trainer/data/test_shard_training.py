@@ -16,7 +16,7 @@ import pytest
 from stoker.config.settings import Config, from_fields, from_toml
 from stoker.data.index import open_index
 from stoker.data.packing import PackOptions, in_threads, pack
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.defaults.derive import derive
 from stoker.training.local_ranks import find_free_port
 from stoker.training.run import train

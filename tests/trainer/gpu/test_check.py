@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 from stoker.config.settings import from_fields  # noqa: E402
-from stoker.hardware.device import select_device  # noqa: E402
+from stoker.hardware.selection import select_device  # noqa: E402
 from stoker.planning.check import ask_memory_fit  # noqa: E402
 from stoker.preflight.gpu import check_gpu  # noqa: E402
 from stoker.preflight.short import quick_findings  # noqa: E402

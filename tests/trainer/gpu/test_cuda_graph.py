@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.make_step import CudaCapture, CudaGraphStep
 from tests.fixtures.training_cuda_graph import Work, run_steps
 

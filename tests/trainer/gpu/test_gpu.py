@@ -9,10 +9,12 @@ import torch
 from stoker.config.settings import DataSettings, OptimSettings, from_fields
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import PlainStep, make_augment_fn, make_loss_fn
 from stoker_watch.recording.ledger import Ledger

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stoker.config.settings import Config
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching
 from stoker.models.layers.convolutions import use_fused_convs

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.training.trace import WINDOW_STEPS, Tracer
 from stoker_watch.recording.ledger import Ledger, TimeBreakdown
 from stoker_watch.runs.records import TRACE_FILES, TRACES, RunFolder, read_lines

@@ -10,7 +10,8 @@ from stoker.config.settings import from_fields
 from stoker.data.batch import Batch
 from stoker.data.loading.device_decoder import measure_and_choose_decoder, unavailable_reason
 from stoker.data.loading.loader import BUFFERS_IN_USE
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.training.run import train
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow

@@ -9,13 +9,15 @@ from safetensors.torch import load_file
 from stoker.config.settings import OptimSettings
 from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models import Detector, build
 from stoker.training.cluster import RankPlace
 from stoker.training.ddp import Ddp
 from stoker.training.fsdp import Fsdp, Sharding
 from stoker.training.local_ranks import find_free_port
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import joined
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn, train_step

@@ -6,11 +6,13 @@ import torch
 from stoker.config.settings import OptimSettings
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models import MODELS, build
 from stoker.models.fcos import LowPrecisionGroupNorm
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
 from tests import fakes
 from tests.trainer.models.samples import settings_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stoker.data.loading.processes import WorkerProcesses
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from tests.trainer.data.loading import assert_same, make, take
 from tests.trainer.data.memory_index import InMemoryIndex
 

@@ -8,13 +8,14 @@ import time
 import pytest
 import torch
 
-from stoker.hardware.device import Device, block_size, block_size_for_memory
+from stoker.hardware.block_size import block_size, block_size_for_memory
+from stoker.hardware.device import Device
 from stoker_watch.recording.ledger import Ledger
 
 FAULTS = """
 import resource, sys
 import torch
-from stoker.hardware.device import configure_malloc
+from stoker.hardware.cpu import configure_malloc
 if sys.argv[1] == "keep":
     configure_malloc()
 

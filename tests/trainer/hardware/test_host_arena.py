@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.hardware import device as devices
-from stoker.hardware.device import Device, HostArenas, SideStream
+from stoker.hardware import host_arenas
+from stoker.hardware.device import Device, SideStream
+from stoker.hardware.host_arenas import HostArenas
 from tests.fixtures.hardware_host_arena import pinning_device
 
 
@@ -49,7 +50,7 @@ def test_hundreds_of_tensors_take_a_few_allocations_once() -> None:
 
 
 def test_chunks_are_not_rounded_up_to_twice_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(host_arenas, "CHUNK_BYTES", 2**16)
     device = pinning_device()
     tensors = like(*[1000] * 270)  # 1.03 MiB: alone it would take 2 MiB
     HostArenas(device).reserve(tensors)
@@ -60,7 +61,7 @@ def test_chunks_are_not_rounded_up_to_twice_their_size(monkeypatch: pytest.Monke
 
 
 def test_a_tensor_larger_than_a_chunk_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(host_arenas, "CHUNK_BYTES", 4096)
     device = pinning_device()
     arenas, tensors = HostArenas(device), like(10, 5000, 10, 2000, 0, 1024, 1)
     views, _lease = arenas.take(tensors)

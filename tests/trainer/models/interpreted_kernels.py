@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.config.settings import Config
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching, triton_kernels
 from stoker.training import make_step

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
 from stoker.data.augment import augment_batch
-from stoker.hardware.device import allow_host_sync, allowed_host_syncs
+from stoker.hardware.host_sync import allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess
 from stoker.training.optim import OptimizerStep

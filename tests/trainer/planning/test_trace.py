@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.planning.trace import FLOP, Answer, CountedStep, Step, StepTrace, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from tests import fakes

@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from stoker.hardware.device import block_size_for_memory
+from stoker.hardware.block_size import block_size_for_memory
 from stoker.planning import trace as traces
 from stoker.planning.trace import Step, StepTrace, Work
 from tests.trainer.planning.samples import make_spec

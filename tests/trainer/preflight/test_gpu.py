@@ -16,7 +16,7 @@ import torch
 
 from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import CudaGpu, TorchFacts, gpu_evidence, runs_on
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
 from stoker.preflight.gpu_rules import GpuFacts, Trial, version_findings, xid_findings
 from stoker_watch.errors import PreflightError

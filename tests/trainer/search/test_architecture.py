@@ -11,7 +11,7 @@ from optuna.trial import TrialState, create_trial
 from stoker.config.architectures import model_name, parse_network, read_recipe
 from stoker.config.settings import Config
 from stoker.data.batch import Batch
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.models import build, get_architecture
 from stoker.search.architecture import BASE, PARTS, SuperNet, make_space, network_of, resize_batch
 from stoker.search.space import Space, read_space

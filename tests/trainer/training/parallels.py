@@ -8,7 +8,8 @@ from stoker.config.settings import DataSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import Detector
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.parallel import SingleProcess
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals, TrainState

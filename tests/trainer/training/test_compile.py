@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 
 from stoker.data.augment import augment_batch
 from stoker.data.batch import Batch
-from stoker.hardware.device import DTYPES, select_device
+from stoker.hardware.device import DTYPES
+from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.training import parallel, recorder, step
 from stoker.training.optim import OptimizerStep

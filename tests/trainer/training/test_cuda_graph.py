@@ -23,8 +23,9 @@ from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.training import loop, parallel, recorder, start
+from stoker.training.loss_sums import LossAccumulator
 from stoker.training.make_step import CudaGraphStep
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import PlainStep, make_loss_fn, train_step
 from stoker_watch.runs.records import EVENTS, FINAL, STEPS, read_lines

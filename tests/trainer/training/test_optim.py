@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
-from stoker.training import optim
-from stoker.training.optim import LossAccumulator, OptimizerStep, lr_at
+from stoker.training import make_optimizer, norm_stats
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
+from stoker.training.resume import lr_at
 from tests.fixtures.training_cuda_graph import ACCELERATOR
 from tests.fixtures.training_optim import make_images, make_model, settings
 from tests.host_sync import ForbidHostSync, RecordOperators
@@ -242,7 +244,8 @@ def test_the_ema_keeps_no_autograd_history():
 def test_the_ema_of_an_accelerator_is_moved_in_one_pass(is_xla: bool, monkeypatch: pytest.MonkeyPatch):
     """By one operator for all weights, which it only reads, in their memory formats; on XLA by operators that it has.
     The weight of a step is a tensor: 9/10, 9/11, 9/12 while the decay warms up."""
-    monkeypatch.setattr(optim, "XLA_KINDS", frozenset({"cpu"} if is_xla else ()))
+    for module in (make_optimizer, norm_stats):
+        monkeypatch.setattr(module, "XLA_KINDS", frozenset({"cpu"} if is_xla else ()))
     model = make_model().to(memory_format=torch.channels_last)
     stepper = OptimizerStep(model, settings(ema_decay=0.9), ACCELERATOR, precision="fp32")
     expected = {name: average.double() for name, average in stepper.ema_model.named_parameters()}

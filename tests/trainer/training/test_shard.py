@@ -11,7 +11,7 @@ import pytest
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import derive
 from stoker.training.local_ranks import find_free_port

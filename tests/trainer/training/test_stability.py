@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from stoker.data.batch import Batch
 from stoker.data.index import open_index_of
 from stoker.training import checkpoint, evaluator, recorder
-from stoker.training.optim import OptimizerStep, StepStats
+from stoker.training.loss_sums import StepStats
+from stoker.training.optim import OptimizerStep
 from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, Suspects, is_spike
 from stoker.training.run import train
 from stoker.training.step import PlainStep

@@ -14,7 +14,7 @@ import torch
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.models import MODELS, build
 from stoker.models.weights.load import shapes_only
 from stoker.training.cluster import Devices

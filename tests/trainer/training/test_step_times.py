@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.config.settings import Config, from_fields
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.models import MODELS
 from stoker.training import recorder
 from stoker.training.run import train

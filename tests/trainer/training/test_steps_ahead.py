@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stoker.hardware.device import Device, ReadyEvent, allowed_host_syncs
+from stoker.hardware.device import Device, ReadyEvent
+from stoker.hardware.host_sync import allowed_host_syncs
 from stoker.training.parallel import SingleProcess
 from stoker.training.run import train
 from stoker_watch.recording.ledger import Ledger

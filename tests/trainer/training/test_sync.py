@@ -18,7 +18,6 @@ from torch.distributed.algorithms.model_averaging.utils import get_params_to_ave
 from stoker.config.settings import Config, check_config, from_fields
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.index import open_index
-from stoker.hardware.device import select_device
 from stoker.hardware.exchange_cost import (
     DeviceLink,
     Workload,
@@ -27,6 +26,7 @@ from stoker.hardware.exchange_cost import (
     low_rank_fraction,
     step_cost,
 )
+from stoker.hardware.selection import select_device
 from stoker.training.cluster import Devices
 from stoker.training.ddp import flatten, outer_step, write_flat
 from stoker.training.defaults.derive import derive

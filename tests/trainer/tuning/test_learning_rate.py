@@ -11,7 +11,7 @@ import torch
 
 from stoker.config.settings import Config, from_toml
 from stoker.data.index import open_index_of
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.start import resolve_run
 from stoker.training.trial import Request, Trial
 from stoker.tuning import learning_rate

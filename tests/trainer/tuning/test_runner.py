@@ -15,7 +15,7 @@ import pytest
 
 from stoker.config.settings import Config, from_toml
 from stoker.data.index import open_index_of
-from stoker.hardware.device import select_device
+from stoker.hardware.selection import select_device
 from stoker.training.start import resolve_run
 from stoker.training.trial import Reply, Request, Trial
 from stoker.tuning import policy, runner, trials

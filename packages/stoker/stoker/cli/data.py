@@ -116,7 +116,7 @@ def stats(
     """
     from stoker.data.index import find_refusals, open_index_of
     from stoker.data.validation.stats import compute_stats
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
     from stoker.models.table import check_image_size
     from stoker.report.dataset import check_output_path, print_stats
     from stoker.report.dataset_page import write_dataset_stats
@@ -175,7 +175,7 @@ def preview(
     from stoker.config.settings import settings_table
     from stoker.data.index import open_index_of, require_images
     from stoker.evaluation.draw import IMAGE_SUFFIXES, save_image
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
     from stoker.inference.preview import make_preview
     from stoker.report.dataset import check_output_path
     from stoker.report.terminal import print_settings

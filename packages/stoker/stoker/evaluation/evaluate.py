@@ -30,7 +30,8 @@ from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.detections import Detections, GroundTruth, boxes_in_image
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
+from stoker.hardware.device import Device, ReadyEvent
+from stoker.hardware.host_sync import allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 from stoker_watch.errors import DataError, make_error
 from stoker_watch.runs.evaluation import Metrics

@@ -1,2 +1,3 @@
-"""Devices (`device`), whether there is a GPU and it works (`cuda_trial`), what exchanges between devices cost
-(`exchange_cost`), errors of exhausted memory (`memory_errors`)."""
+"""A device (`device`) and which one a run uses (`selection`); what is particular of CPUs (`cpu`), of XLA (`xla`) and of
+NVIDIA's GPUs (`cuda_trial`); memory (`host_arenas`, `block_size`, `memory_errors`), waits (`host_sync`), and what
+exchanges between devices cost (`exchange_cost`)."""

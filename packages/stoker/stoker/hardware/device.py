@@ -1,46 +1,24 @@
-"""Everything that depends on the kind of device: selection, streams, clocks, autocast, memory, copies to the host.
+"""A device: its streams, clocks, autocast, memory, and copies to the host.
 
 All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
 through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
-Telemetry from the driver is in `stoker_watch/recording/telemetry/gpu.py`.
+Which device a run uses: `selection.py`. Telemetry from the driver: `stoker_watch/recording/telemetry/gpu.py`.
 """
 
 import contextlib
-import contextvars
-import ctypes
 import dataclasses
-import importlib.util
 import os
-import platform
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from stoker.hardware.cuda_trial import CudaGpu, build_with, present_device, runs_on
-from stoker_watch.errors import PreflightError, make_error
+from stoker.hardware.cpu import cpuinfo, instruction_set_limit
+from stoker.hardware.xla import XLA_KINDS, divide_among_chips, end_step, xla_client
 from stoker_watch.hardware.cgroup import host_memory
-from stoker_watch.recording.torch_device import XLA_KINDS as XLA_KINDS
 from stoker_watch.recording.torch_device import DeviceClock
-
-CPU_BLOCK_SIZE = 2**19
-"""Elements that a loss or a matcher processes at once on a CPU: a core's cache has room for them and their temporaries
-(measured: LOG.md, "The step on a CPU")."""
-MIN_ACCELERATOR_BLOCK_SIZE, MAX_ACCELERATOR_BLOCK_SIZE = 2**23, 2**30
-"""The same on an accelerator, where every block costs the host some hundred launches: see `block_size`."""
-BLOCK_MEMORY_FRACTION = 1 / 8
-"""Fraction of an accelerator's memory that the temporaries of a block may take."""
-BLOCK_BYTES_PER_ELEMENT = 24
-"""Bytes of temporaries per element of a block: at most six fp32 tensors of its size live at once."""
-
-CHUNK_BYTES = 2**26
-"""Of pinned memory (`HostArenas`). A larger tensor has a chunk of its own."""
-ALIGNMENT_BYTES = 64
-"""Of every tensor in it: more than any data type needs."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +40,7 @@ class Device:
     @property
     def computes_on_host(self) -> bool:
         """Whether it is the CPU, also through XLA's CPU client."""
-        return self.is_cpu or (self.kind == "xla" and _xla_client() == "CPU")
+        return self.is_cpu or (self.kind == "xla" and xla_client() == "CPU")
 
     @property
     def has_streams(self) -> bool:
@@ -75,8 +53,8 @@ class Device:
         if self.kind == "cuda":
             return torch.cuda.get_device_name(self.torch_device)
         if self.kind == "xla":
-            return f"XLA on {_xla_client()}"
-        return (_cpuinfo("model name") or "cpu") if self.is_cpu else self.kind
+            return f"XLA on {xla_client()}"
+        return (cpuinfo("model name") or "cpu") if self.is_cpu else self.kind
 
     def prepare_for_fixed_shapes(self) -> None:
         """For work whose shapes never change: cuDNN tries its algorithms once for each shape and keeps the fastest.
@@ -165,10 +143,10 @@ class Device:
     def best_precision(self) -> tuple[str, str]:
         """(precision, reason): the fastest precision with which training is stable on this device."""
         if self.is_cpu:
-            bf16_flags = sorted({"avx512_bf16", "amx_bf16"}.intersection((_cpuinfo("flags") or "").split()))
+            bf16_flags = sorted({"avx512_bf16", "amx_bf16"}.intersection((cpuinfo("flags") or "").split()))
             if not bf16_flags:
                 return "fp32", "the CPU has no fast bf16 (no avx512_bf16, no amx_bf16)"
-            if limit := _instruction_set_limit():
+            if limit := instruction_set_limit():
                 return "fp32", f"bf16 would be emulated: {limit}"
             return "bf16", f"the CPU has bf16 arithmetic ({', '.join(bf16_flags)})"
         if self.kind == "cuda":
@@ -178,78 +156,6 @@ class Device:
                 return "fp16", "the GPU has fp16 tensor cores and no bf16"
             return "fp32", "the GPU has no tensor cores"
         return "fp32", f"mixed precision was never tested on {self.kind}"
-
-
-class ArenaLease:
-    """Keeps the views of an arena from being given out again for as long as it is referenced."""
-
-
-class HostArenas:
-    """Pinned host memory that is allocated once and used for every snapshot of the same tensors. Pinning memory takes a
-    call of the driver for each block, which waits for the device and for other threads. torch's allocator keeps freed
-    blocks, but rounds each of them up to a power of two (c10's CachingHostAllocator.h). So an arena has a few chunks of
-    at most CHUNK_BYTES, and tensors are views of them. One thread calls; leases end on any."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._arenas: list[_HostArena] = []
-
-    def reserve(self, tensors: Sequence[Tensor]) -> None:
-        """Allocates memory for copies of `tensors` now."""
-        self.take(tensors)
-
-    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], ArenaLease]:
-        """Host tensors to copy `tensors` into, contiguous. Nothing else uses their memory until the lease is no longer
-        referenced. Allocates an arena if none that is free has room."""
-        for arena in self._arenas:
-            if arena.is_free and (views := arena.views(tensors)) is not None:
-                return views, arena.lease()
-        arena = _HostArena(self._device, tensors)
-        self._arenas.append(arena)
-        views = arena.views(tensors)
-        assert views is not None
-        return views, arena.lease()
-
-
-class _HostArena:
-    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
-        sizes: list[int] = []
-        start = 0
-        for tensor in tensors:
-            if not sizes or (start and start + tensor.nbytes > CHUNK_BYTES):
-                sizes.append(0)
-                start = 0
-            sizes[-1] = start + tensor.nbytes
-            start = _aligned(sizes[-1])
-        self._chunks = [device.empty_host((size,), torch.uint8) for size in sizes]
-        self._lease: weakref.ref[ArenaLease] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        return self._lease is None or self._lease() is None
-
-    def lease(self) -> ArenaLease:
-        lease = ArenaLease()
-        self._lease = weakref.ref(lease)
-        return lease
-
-    def views(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Parts of the chunks with the shapes and types of `tensors`; None if they do not fit."""
-        views = []
-        chunk = start = 0
-        for tensor in tensors:
-            while chunk < len(self._chunks) and start + tensor.nbytes > self._chunks[chunk].numel():
-                chunk, start = chunk + 1, 0
-            if chunk == len(self._chunks):
-                return None
-            part = self._chunks[chunk][start : start + tensor.nbytes]
-            views.append(part.view(tensor.dtype).view(tensor.shape))
-            start = _aligned(start + tensor.nbytes)
-        return views
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +184,7 @@ class SideStream:
             # XLA may read the host memory later than this call returns, when it has the next batch: so a copy of it.
             copies = [tensor.clone().to(self._device.torch_device) for tensor in tensors]
             if self._device.kind == "xla":
-                _divide_among_chips(copies)
+                divide_among_chips(copies)
             return copies, ReadyEvent(None)
         with self._stream:
             copies = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
@@ -381,208 +287,3 @@ class NvtxRanges:
 
     push = staticmethod(torch.cuda.nvtx.range_push)
     pop = staticmethod(torch.cuda.nvtx.range_pop)
-
-
-def configure_malloc() -> None:
-    """Makes glibc keep the large blocks that a training step frees, for the next step. Nothing with other C libraries.
-    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the time of a step."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
-def block_size(tensor: Tensor) -> int:
-    """Elements that a loss or a matcher processes at once, where all of them would be gigabytes, on the device of
-    `tensor`. On an accelerator it depends on the memory that the device has, not on what is free now: so a resumed run
-    issues the same operators. Constant for torch.compile."""
-    if tensor.device.type == "cpu":
-        return CPU_BLOCK_SIZE
-    return MAX_ACCELERATOR_BLOCK_SIZE if tensor.is_meta else _accelerator_block_size(tensor.device)
-
-
-_block_sizes: dict[torch.device, int] = {}
-
-
-def _accelerator_block_size(device: torch.device) -> int:
-    """`block_size_for_memory` of a device, asked for once: not functools.cache, whose function torch.compile traces."""
-    if device not in _block_sizes:
-        if device.type in XLA_KINDS:
-            total_bytes = Device(device).memory().total
-        else:
-            _, total_bytes = torch.accelerator.get_memory_info(device)
-        _block_sizes[device] = block_size_for_memory(total_bytes)
-    return _block_sizes[device]
-
-
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo at every start.
-_accelerator_block_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def block_size_for_memory(total_bytes: int) -> int:
-    """Elements of a block whose temporaries take BLOCK_MEMORY_FRACTION of an accelerator's memory, within limits."""
-    elements = int(total_bytes * BLOCK_MEMORY_FRACTION / BLOCK_BYTES_PER_ELEMENT)
-    return min(max(elements, MIN_ACCELERATOR_BLOCK_SIZE), MAX_ACCELERATOR_BLOCK_SIZE)
-
-
-TESTED_DEVICES = frozenset({"cuda"})
-"""Kinds of accelerator that are used by default; docs/gpu-status.md."""
-
-
-def untested_accelerator() -> str | None:
-    """The kind of an accelerator that exists but `select_device` does not use by default; None: there is none."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None or accelerator.type in TESTED_DEVICES else accelerator.type
-
-
-def select_device(name: str | None = None) -> Device:
-    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU. An
-    accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError when
-    the device does not exist or does not compute: a run must never fall back to the CPU silently."""
-    if name is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = None if accelerator is None else accelerator.type
-        device = torch.device(kind, 0) if kind in TESTED_DEVICES else torch.device("cpu")
-    else:
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            cause = str(error).splitlines()[0]
-            what = f"There is no device called {name!r}."
-            fix = "on a TPU VM: pip install 'stoker[tpu]'" if name.partition(":")[0] == "tpu" else None
-            raise PreflightError(what, cause=cause, choices=available_devices(), fix=fix) from error
-    if device.type not in {kind.partition(":")[0] for kind in available_devices()}:
-        raise make_error(PreflightError, "device-not-usable", choices=available_devices(), device=str(device))
-    if device.type == "xla":
-        import torch_xla
-        from torch_xla import runtime
-
-        if name == "xla" and runtime.global_runtime_device_count() > 1:  # all chips, not one by its number
-            runtime.use_spmd()
-        device = torch_xla.device(device.index)
-    elif device.type != "cpu" and device.index is not None:
-        torch.accelerator.set_device_index(device.index)
-    refusal = None
-    try:
-        if device.type == "cuda" and torch.version.hip is None:
-            refusal = missing_kernels(present_device(device), torch.cuda.get_arch_list())
-        works = refusal is not None or float(torch.ones(8, device=device).square().sum().item()) == 8.0
-    except Exception as error:
-        raise PreflightError(f"The device {str(device)!r} exists but does not compute.", cause=str(error)) from error
-    if refusal is not None:
-        raise refusal
-    if not works:
-        raise PreflightError(f"The device {str(device)!r} computes wrong results: the sum of 8 ones is not 8.")
-    return Device(device)
-
-
-def missing_kernels(gpu: CudaGpu, arch_list: Sequence[str]) -> PreflightError | None:
-    """The error if a torch that was built for `arch_list` has no kernels for this GPU."""
-    if runs_on(arch_list, gpu.capability):
-        return None
-    return make_error(
-        PreflightError, "gpu-without-kernels",
-        name=gpu.name, arch=gpu.arch, torch=torch.__version__, arches=" ".join(arch_list),
-        build=build_with(gpu.capability),
-    )  # fmt: skip
-
-
-def available_devices() -> list[str]:
-    """Kinds of device that torch can use on this machine, the CPU first."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    names = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [*names, "xla"] if importlib.util.find_spec("torch_xla") is not None else names
-
-
-def end_step(device: torch.device) -> None:
-    """Ends a step: XLA compiles what was issued since the last end, if it has no such program yet, and runs it.
-    Nothing on other devices."""
-    if device.type == "xla":
-        import torch_xla
-
-        torch_xla.sync()
-
-
-def device_of_constants(device: torch.device) -> torch.device:
-    """Where to compute a tensor that is kept for all steps, to be moved to `device` then. For XLA on the host: it would
-    compile what is made there into the first step, and the other steps as another program."""
-    return torch.device("cpu") if device.type in XLA_KINDS else device
-
-
-def _divide_among_chips(tensors: Sequence[Tensor]) -> None:
-    """Divides a batch among the chips of this process, where there are several (SPMD): one program computes what one
-    chip would, and XLA exchanges what sums over images need, as gradients and the statistics of norms do."""
-    from torch_xla import runtime
-
-    if not runtime.is_spmd():
-        return
-    from torch_xla.distributed import spmd
-
-    chips = runtime.global_runtime_device_count()
-    mesh = spmd.Mesh(list(range(chips)), (chips,), ("images",))
-    for tensor in tensors:
-        if tensor.dim() and tensor.shape[0] % chips == 0:
-            spmd.mark_sharding(tensor, mesh, ("images", *[None] * (tensor.dim() - 1)))
-
-
-def set_scalar(scalar: Tensor, value: float) -> None:
-    """Sets a scalar on the device without a host wait. XLA gets a copy: it would compile the numbers 0 and 1 as
-    constants, another program for each."""
-    if scalar.device.type in XLA_KINDS:
-        # of one dimension: a CPU tensor without one counts as a number
-        scalar.copy_(torch.tensor([value], dtype=scalar.dtype).to(scalar.device).reshape(()))
-    else:
-        scalar.fill_(value)
-
-
-def _xla_client() -> str:
-    """What torch_xla computes on: `TPU`, or `CPU`."""
-    from torch_xla import runtime
-
-    return str(runtime.device_type())
-
-
-_ISA_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
-"""Values of ONEDNN_MAX_CPU_ISA (oneDNN's "CPU Dispatcher Control") that leave no instructions for bf16 products."""
-
-
-def _instruction_set_limit() -> str | None:
-    """What keeps torch from the bf16 instructions that the CPU has, or None. /proc/cpuinfo shows the CPU, not this."""
-    limits = {name: os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
-    for name, value in limits.items():
-        if value.upper() in _ISA_WITHOUT_BF16:
-            return f"{name}={value}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return None if capability.startswith(("AVX512", "AVX10")) else f"torch uses {capability} instructions"
-
-
-def _cpuinfo(key: str) -> str | None:
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return None
-
-
-_allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_syncs", default=())
-
-
-@contextlib.contextmanager
-def allow_host_sync(name: str) -> Iterator[None]:
-    """A block in which the host may wait for the device. `name` is the purpose of the sync. A step is fast when the
-    host only issues work and never reads a result. `tests/host_sync.py` proves it: there every operator that needs a
-    value on the host raises, except in such a block. Not needed for correctness."""
-    token = _allowed.set((*_allowed.get(), name))
-    try:
-        yield
-    finally:
-        _allowed.reset(token)
-
-
-def allowed_host_syncs() -> tuple[str, ...]:
-    """Names of the `allow_host_sync` contexts around the caller, the outermost first."""
-    return _allowed.get()

@@ -25,7 +25,8 @@ from stoker.data.images.source import display_path
 from stoker.data.index import open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.inference.image_batches import MERGE_IOU, TILE_OVERLAP, ImageSource, Tiling, merge_detections
 from stoker.inference.predict import (
     DEFAULT_BATCH_SIZE,

@@ -1,6 +1,6 @@
 """The `train_config` of a pipeline.config: length, initial weights, optimizer, schedule, weight decay, augmentation.
 
-stoker's schedules have fixed shapes over the whole length (`training/optim.py: lr_at`), so a schedule of the API is
+stoker's schedules have fixed shapes over the whole length (`training/resume.py: lr_at`), so a schedule of the API is
 compared with them over the steps that the training really has. The API applies a list of augmentation steps in order;
 stoker has one crop or zoom, a flip, and one change of colors. Numbers of the steps and their defaults are those of
 object_detection/protos/preprocessor.proto and core/preprocessor.py.

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.hardware.device import device_of_constants
+from stoker.hardware.xla import device_of_constants
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.hgnet import HGNetBackbone
 from stoker.models.layers.box_distribution import (

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
-from stoker.hardware.device import block_size
+from stoker.hardware.block_size import block_size
 from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.hardware.device import device_of_constants
+from stoker.hardware.xla import device_of_constants
 from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, batched_gather, giou, rows_at

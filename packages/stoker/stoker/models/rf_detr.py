@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.hardware.device import device_of_constants
+from stoker.hardware.xla import device_of_constants
 from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
 from stoker.models.dfine import ANCHOR_SIZE, make_class_layer, point_boxes
 from stoker.models.layers.boxes import GridSize, batched_gather

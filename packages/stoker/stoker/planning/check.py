@@ -290,7 +290,7 @@ def _refused(id: str, error: StokerError) -> Finding:
 def try_batch(user_config: Config, num_devices: int = 1) -> Answer:
     """Derives the settings of so many devices, which tries the batch of one, and measures it. Raises StokerError where
     training would."""
-    from stoker.hardware.device import select_device
+    from stoker.hardware.selection import select_device
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
     from stoker.training.cluster import Devices

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from stoker.hardware import device
+from stoker.hardware import block_size
 from stoker.hardware.device import DTYPES
 from stoker_watch.errors import StokerError
 
@@ -81,7 +81,7 @@ def install() -> None:
 def set_memory(total_bytes: int) -> None:
     """What the fake device says it has from now on."""
     torch.accelerator.get_memory_info = lambda _device=None, /: (total_bytes, total_bytes)
-    device._block_sizes.clear()
+    block_size._block_sizes.clear()
 
 
 def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:

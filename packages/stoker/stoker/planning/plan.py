@@ -18,7 +18,8 @@ from stoker.config.sync_method import PLAIN, parse_sync
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
 from stoker.planning.machines import (
     THIS_MACHINE,

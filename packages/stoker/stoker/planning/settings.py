@@ -6,7 +6,8 @@ import torch
 
 from stoker.config.architectures import PRETRAINED_NAMES
 from stoker.config.settings import Config
-from stoker.hardware.device import XLA_KINDS, Device
+from stoker.hardware.device import Device
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models import build, get_architecture
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path

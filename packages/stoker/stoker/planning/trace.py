@@ -29,13 +29,15 @@ from torch.utils import _pytree
 from stoker.config.settings import Config, from_fields
 from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
-from stoker.hardware.device import Device, block_size_for_memory
+from stoker.hardware.block_size import block_size_for_memory
+from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.training.defaults.dry_run import PeakMemoryMode
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
 from stoker_watch.errors import StokerError
 from stoker_watch.hardware.cgroup import host_cores

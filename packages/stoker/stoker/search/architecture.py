@@ -43,7 +43,7 @@ from stoker.search.space import Space
 from stoker.search.study import Claim, Outcome, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import work
 from stoker.training.defaults.derive import total_steps
-from stoker.training.optim import lr_at
+from stoker.training.resume import lr_at
 from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import ResolvedRun, make_training_loader, resolve_run
 from stoker_watch import regular_files

@@ -28,7 +28,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.utils import _pytree
 
-from stoker.hardware.device import ArenaLease, Device, HostArenas, ReadyEvent, SideStream
+from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.hardware.host_arenas import ArenaLease, HostArenas
 from stoker_watch import regular_files
 from stoker_watch.errors import CheckpointError
 from stoker_watch.runs.records import CHECKPOINTS, EVENTS, read_lines

@@ -19,7 +19,9 @@ from torch import nn
 from stoker.data.augment import MIXUP_END_FRACTION, MOSAIC_END_FRACTION
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import HostArenas, ReadyEvent, allow_host_sync
+from stoker.hardware.device import ReadyEvent
+from stoker.hardware.host_arenas import HostArenas
+from stoker.hardware.host_sync import allow_host_sync
 from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.report.terminal import Screen
 from stoker.training import checkpoint

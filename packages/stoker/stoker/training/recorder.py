@@ -31,7 +31,7 @@ from stoker.data.loading.loader import QuarantinedImage
 from stoker.evaluation.draw import ImageWithBoxes
 from stoker.hardware.device import ReadyEvent
 from stoker.report.tensorboard import Board
-from stoker.training.optim import NO_STATS, StepStats
+from stoker.training.loss_sums import NO_STATS, StepStats
 from stoker.training.parallel import LoopContext
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Recovery, name_images

@@ -25,7 +25,9 @@ from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, com
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.evaluation.evaluate import evaluation_loader
-from stoker.hardware.device import Device, configure_malloc, select_device
+from stoker.hardware.cpu import configure_malloc
+from stoker.hardware.device import Device
+from stoker.hardware.selection import select_device
 from stoker.models.table import check_image_size
 from stoker.models.weights.hub import fetch_weights
 from stoker.models.weights.load import load_weights, shapes_only
@@ -38,7 +40,8 @@ from stoker.training.defaults.checks import check_devices, warn_few_queries, war
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
-from stoker.training.optim import LossAccumulator, ModelDivision, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import ModelDivision, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
 from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES

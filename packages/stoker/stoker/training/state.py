@@ -18,7 +18,8 @@ from stoker.data.loading.processes import WorkerProcesses
 from stoker.hardware.device import Device
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.training import checkpoint
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker_watch.durations import Duration, parse_duration
 from stoker_watch.runs.records import EVENTS, RunFolder, read_lines

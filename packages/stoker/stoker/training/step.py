@@ -16,12 +16,13 @@ from torch import Tensor
 from stoker.config.settings import DataSettings
 from stoker.data.augment import apply_augmentations, augment_batch, strong_augmentations
 from stoker.data.batch import Batch
-from stoker.hardware.device import end_step
+from stoker.hardware.xla import end_step
 from stoker.models import Detector
 from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.norms import BatchCounts
 from stoker.models.layers.weight_casts import WeightCasts
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.loss_sums import LossAccumulator
+from stoker.training.optim import OptimizerStep
 from stoker_watch.storage.local_files import cache_folder
 
 COMPILE_BACKEND = "inductor"

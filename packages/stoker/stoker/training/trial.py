@@ -30,8 +30,10 @@ from stoker.config.settings import Config, check_config, from_fields
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.evaluation.evaluate import detect, evaluation_loader
-from stoker.hardware.device import Device, configure_malloc, select_device
+from stoker.hardware.cpu import configure_malloc
+from stoker.hardware.device import Device
 from stoker.hardware.memory_errors import is_out_of_memory, out_of_memory_as_error
+from stoker.hardware.selection import select_device
 from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.training.checkpoint import CheckpointWriter
 from stoker.training.cluster import RankPlace, find_place

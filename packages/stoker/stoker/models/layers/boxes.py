@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from stoker.hardware.device import device_of_constants
+from stoker.hardware.xla import device_of_constants
 
 MAX_LOG_SCALE = math.log(1000 / 16)
 """Maximum of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""

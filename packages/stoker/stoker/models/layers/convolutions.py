@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import XLA_KINDS
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models.layers.norms import FrozenBatchNorm2d, Norm
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import XLA_KINDS
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models.layers.boxes import GridSize
 from stoker.models.layers.losses import at_least_fp32
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.hardware.device import allow_host_sync
+from stoker.hardware.host_sync import allow_host_sync
 
 UNASSIGNED = -1
 

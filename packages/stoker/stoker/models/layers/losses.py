@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.hardware.device import block_size
+from stoker.hardware.block_size import block_size
 from stoker.models.layers.boxes import decode, encode, giou
 from stoker.models.layers.matching import IGNORED
 

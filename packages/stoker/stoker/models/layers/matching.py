@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.hardware.device import block_size
+from stoker.hardware.block_size import block_size
 from stoker.models.layers.boxes import batched_gather, iou
 
 BACKGROUND = -1

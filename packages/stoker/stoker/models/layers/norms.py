@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import XLA_KINDS
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models.layers.rank_mean import num_exchanging_ranks, sum_over_ranks
 
 Norm = Callable[[int], nn.Module]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import XLA_KINDS, allow_host_sync
+from stoker.hardware.host_sync import allow_host_sync
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models.layers.boxes import batched_gather, clip, cxcywh_to_xyxy, iou, xyxy_scale
 
 NMS_ROUNDS = 32

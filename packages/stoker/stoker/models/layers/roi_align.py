@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stoker.hardware.device import XLA_KINDS
+from stoker.hardware.xla import XLA_KINDS
 from stoker.models.layers.boxes import area
 
 OUTPUT_SIZE = 7

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.device import device_of_constants
+from stoker.hardware.xla import device_of_constants
 from stoker.models.layers.losses import at_least_fp32
 
 FP16_MAX = 65504.0

@@ -30,7 +30,8 @@ from stoker.data.loading.shard_order import choose_buffer
 from stoker.data.loading.stats import default_num_workers
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
 from stoker.data.validation.stats import ModelInput
-from stoker.hardware.device import Device, untested_accelerator
+from stoker.hardware.device import Device
+from stoker.hardware.selection import untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path

@@ -25,8 +25,9 @@ from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
-from stoker.hardware.device import Device, end_step
+from stoker.hardware.device import Device
 from stoker.hardware.memory_errors import is_out_of_memory
+from stoker.hardware.xla import end_step
 from stoker.models import build
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.optim import OptimizerStep
