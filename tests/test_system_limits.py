@@ -18,7 +18,7 @@ from stoker.config.settings import from_fields
 from stoker.data import index_cache
 from stoker.data.loading import process_main
 from stoker.data.loading.worker_pool import WorkerPool
-from stoker.training.local_ranks import make_places
+from stoker.training.local_ranks import TrainOptions, make_places
 from stoker.training.ranks import joined
 from stoker.training.run import train
 from stoker_watch import regular_files
@@ -208,7 +208,7 @@ def test_a_thread_that_cannot_be_started_is_the_error_of_a_training(
             }
         )  # fmt: skip
         with pytest.raises(RuntimeError, match="can't start new thread") as caught:
-            train(settings, run_dir=f"{bucket.uri}/runs/x", monitor=MonitoringOptions(metrics_port=0))
+            train(settings, TrainOptions(run_dir=f"{bucket.uri}/runs/x", monitor=MonitoringOptions(metrics_port=0)))
     assert refused
     assert system_limit(caught.value) is not None
 

@@ -6,13 +6,13 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.training import run as training_run
-from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
+from stoker.training.local_ranks import RankRequest, Result, TrainOptions, choose_devices, must_start_ranks, run_ranks
 from stoker_watch.errors import UsageError
 from stoker_watch.monitor.options import MonitoringOptions
 
@@ -54,19 +54,19 @@ def train(
     fields = translate_keywords("train", settings, data=data, run_dir=run_dir, resume=resume, devices=devices)
     run_dir, resume, devices = (fields.pop(name, None) for name in ("run_dir", "resume", "devices"))
     user_config = from_fields(fields)
-    options: dict[str, Any] = {
-        "run_dir": None if run_dir is None else os.fspath(run_dir),
-        "resume": None if resume is None else os.fspath(resume),
-        "accept_changed_data": accept_changed_data,
-        "trace": trace,
-        "monitor": monitor,
-        "log_format": log_format,
-        "verbose": verbose,
-    }
+    options = TrainOptions(
+        run_dir=None if run_dir is None else os.fspath(run_dir),
+        resume=None if resume is None else os.fspath(resume),
+        accept_changed_data=accept_changed_data,
+        trace=trace,
+        monitor=monitor,
+        log_format=log_format,
+        verbose=verbose,
+    )
     devices = choose_devices(devices, user_config.run.stages)
     if devices is not None and must_start_ranks(devices):
-        return run_ranks(devices, RankRequest(settings=user_config.set_fields(), **options))
-    return training_run.train(user_config, **options)
+        return run_ranks(devices, RankRequest(settings=user_config.set_fields(), options=options))
+    return training_run.train(user_config, options)
 
 
 def check(

@@ -13,6 +13,7 @@ from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
 from stoker.data.remote import mirror_dir_for
 from stoker.hardware.selection import select_device
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.report.html import write_report
 from stoker_watch.runs.evaluation import read_evaluation
@@ -138,7 +139,7 @@ def test_same_final_weights(
     monkeypatch.setenv("DATA_ROOT", uri.removesuffix("/shapes"))
     remote = train(settings("$DATA_ROOT/shapes")).run
     assert faults_met(proxy) > 0
-    local = train(settings(str(folder)), run_dir=str(tmp_path / "local")).run
+    local = train(settings(str(folder)), TrainOptions(run_dir=str(tmp_path / "local"))).run
     assert (remote / "final.safetensors").read_bytes() == (local / "final.safetensors").read_bytes()
     assert not list(read_lines(remote, QUARANTINE, Quarantined)), "a fault is no fault of the image"
     assert remote.name == "shapes-retinanet_tiny_fpn-1"

@@ -18,6 +18,7 @@ from stoker.data.loading.samples import BatchTask
 from stoker.data.loading.stats import Counters
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.training.defaults import checks
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.errors import DataError, PreflightError
 from tests.drawn import draw
@@ -450,5 +451,8 @@ def test_an_evaluation_of_a_training_decodes_where_the_training_does(
 
     monkeypatch.setattr(device_decoder.DeviceBatchDecoder, "decode", recording)
     monkeypatch.setattr(checks, "refuse_conflicts", lambda *_: None)  # nvJPEG needs a GPU
-    train(settings(draw(tmp_path / "shapes"), max_duration="2", jpeg_decoder="nvjpeg"), run_dir=str(tmp_path / "run"))
+    train(
+        settings(draw(tmp_path / "shapes"), max_duration="2", jpeg_decoder="nvjpeg"),
+        TrainOptions(run_dir=str(tmp_path / "run")),
+    )
     assert {*decoded} == {True, False}

@@ -18,7 +18,7 @@ from stoker.data.index import open_index
 from stoker.data.packing import PackOptions, in_threads, pack
 from stoker.hardware.selection import select_device
 from stoker.training.defaults.derive import derive
-from stoker.training.local_ranks import find_free_port
+from stoker.training.local_ranks import TrainOptions, find_free_port
 from stoker.training.run import train
 from stoker_watch.errors import ConfigError
 from stoker_watch.runs.records import CONFIG, QUARANTINE, read_lines
@@ -82,7 +82,7 @@ def settings(data: str, **changes: object) -> Config:
 
 
 def final_weights(data: str, run: Path, **changes: object) -> bytes:
-    finished = train(settings(data, **changes), run_dir=str(run)).run
+    finished = train(settings(data, **changes), TrainOptions(run_dir=str(run))).run
     assert not list(read_lines(finished, QUARANTINE, Quarantined)), "a fault is no fault of the image"
     return (finished / "final.safetensors").read_bytes()
 
@@ -181,7 +181,7 @@ def test_two_ranks_continued_as_three_train_on_every_image_once_an_epoch(
 
 @pytest.mark.slow
 def test_the_buffer_is_derived_and_recorded(served: ServedBucket, tmp_path: Path) -> None:
-    run = train(settings(f"{served.uri}/packed", max_duration="2"), run_dir=str(tmp_path / "run")).run
+    run = train(settings(f"{served.uri}/packed", max_duration="2"), TrainOptions(run_dir=str(tmp_path / "run"))).run
     config, reasons = from_toml(run / CONFIG)
     assert config.run.shuffle_buffer == NUM_IMAGES
     assert f"{NUM_IMAGES} of {NUM_IMAGES} images are mixed" in reasons["shuffle_buffer"]

@@ -13,6 +13,7 @@ from stoker.hardware.device import Device
 from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.loss_sums import LossAccumulator
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
@@ -179,7 +180,7 @@ def test_a_training_on_the_device(tmp_path: Path):
     config = from_fields({"data": str(draw(tmp_path / "data", train=64)), "model": "retinanet_tiny_fpn",
                           "image_size": (64, 64), "batch_size": 8,
                           "max_duration": "200", "device": "cuda"})  # fmt: skip
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 200
     for window in windows:

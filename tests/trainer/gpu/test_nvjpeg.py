@@ -12,6 +12,7 @@ from stoker.data.loading.device_decoder import measure_and_choose_decoder, unava
 from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.hardware.device import Device
 from stoker.hardware.selection import select_device
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.runs.records import STEPS, read_lines
 from stoker_watch.runs.schemas import StepWindow
@@ -125,5 +126,5 @@ def test_a_training_with_it(tmp_path: Path) -> None:
     config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 8,
                           "max_duration": "100",
                           "device": "cuda", "jpeg_decoder": "nvjpeg"})  # fmt: skip
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     assert sum(window.window_steps for window in read_lines(result.run, STEPS, StepWindow)) == 100

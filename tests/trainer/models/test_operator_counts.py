@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from stoker.config.settings import ModelSettings
-from stoker.hardware import device
+from stoker.hardware import block_size as blocks
 from stoker.models import MODELS, Detector, build
 from stoker.planning.fake_accelerator import MEMORY_BYTES
 from tests import fakes
@@ -89,7 +89,7 @@ def test_losses_and_gradients_do_not_depend_on_the_block(name: str, monkeypatch:
     predictions = [leaf for leaf in _pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     results = []
     for block in (1, 1000, 20_000, 2**30):
-        monkeypatch.setattr(device, "CPU_BLOCK_SIZE", block)
+        monkeypatch.setattr(blocks, "CPU_BLOCK_SIZE", block)
         losses = model.loss(outputs, batch)
         results.append((losses, torch.autograd.grad(torch.stack(list(losses.values())).sum(), predictions)))
     for other in results[1:]:
@@ -133,7 +133,7 @@ def test_forward_and_loss_are_one_small_graph(trial: fakes.Trial, limit: int, mo
 
     monkeypatch.setattr(fakes, "DEVICE", "cuda")
     monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
-    monkeypatch.setattr(device, "_block_sizes", {})
+    monkeypatch.setattr(blocks, "_block_sizes", {})
     model = build_on("cpu", trial)
     torch._dynamo.reset()
     compiled = torch.compile(lambda batch: model.loss(model(batch.images), batch), fullgraph=True, backend=backend)

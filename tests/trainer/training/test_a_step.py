@@ -13,6 +13,7 @@ import pytest
 
 from stoker.models import Detector
 from stoker.training import loop
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from tests.drawn import draw
 from tests.fixtures.training_run import settings
@@ -61,7 +62,7 @@ def test_a_training_calls_what_the_page_names_in_its_order(tmp_path: Path, monke
     sys.setprofile(trace)
     try:
         config = settings(draw(tmp_path / "data"), max_duration="3", eval_every="0", checkpoint_every="0")
-        train(config, run_dir=str(tmp_path / "run"))
+        train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     finally:
         sys.setprofile(previous)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -82,7 +83,7 @@ def test_five_frames_from_the_loop_to_the_model(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Detector, "__init__", counting_init)
     config = settings(draw(tmp_path / "data"), max_duration="2", eval_every="0", checkpoint_every="0")
-    train(config, run_dir=str(tmp_path / "run"))
+    train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     steps = [frames for frames in seen if "run_steps" in frames]
     assert len(steps) == 2
     for frames in steps:

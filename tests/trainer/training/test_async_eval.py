@@ -16,6 +16,7 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.training import evaluator, loop, recorder
 from stoker.training.evaluator import Evaluator
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.errors import Preempted
 from stoker_watch.runs.records import (
@@ -47,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "whole")).run
+    return train(settings(data), TrainOptions(run_dir=str(tmp_path_factory.mktemp("runs") / "whole"))).run
 
 
 class Gate:
@@ -139,7 +140,7 @@ def test_late_and_early_metrics_give_the_same_run(data: Path, tmp_path: Path, pa
             config = settings(
                 data, eval_every="3", checkpoint_every="6", patience=patience, lr=1e-9, warmup_steps=0, ema_decay=0.0
             )
-            ends.append(train(config, run_dir=str(tmp_path / name)))
+            ends.append(train(config, TrainOptions(run_dir=str(tmp_path / name))))
     assert [end.steps for end in ends] == [steps, steps]
     assert_same(ends[0].run, ends[1].run)
 
@@ -156,7 +157,7 @@ def test_training_continues_while_metrics_are_computed(undisturbed: Path, data: 
             gate.opened.set()
 
         after_step(patch, 7, record_and_open)
-        run = train(settings(data), run_dir=str(tmp_path / "run")).run
+        run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert seen == []
     assert_same(undisturbed, run)
     order = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "checkpoint_saved")]
@@ -172,7 +173,7 @@ def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
         gate = Gate(patch)
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
-            train(settings(data), run_dir=str(tmp_path / "run"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     gate.opened.set()  # the canceled task must not write anything
     join_scorer_threads()
     assert scores(tmp_path / "run") == {}
@@ -180,7 +181,7 @@ def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
     assert evaluation_state(tmp_path / "run")["step-00000007"]["pending_eval"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluator, "detect", only_steps_12_and_16(evaluator.detect))
-        run = train(settings(data), run_dir=str(tmp_path / "run")).run
+        run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert_same(undisturbed, run)
 
 
@@ -195,12 +196,12 @@ def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_pa
         patch.setattr(Evaluator, "collect", lambda _: None)  # patience 1 waits for every score
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
-            train(config, run_dir=str(tmp_path / "run"))
+            train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     with pytest.MonkeyPatch.context() as patch:
         patch_ap(patch, 0.2)
         make_gradients_nan(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         patch.setattr(recorder, "WINDOW_S", 0.0)
-        run = train(config, run_dir=str(tmp_path / "run")).run
+        run = train(config, TrainOptions(run_dir=str(tmp_path / "run"))).run
     events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "rolled_back")]
     assert events[:2] == [("evaluated", 6), ("rolled_back", 11)]
     assert ("evaluated", 6) not in events[2:]
@@ -237,8 +238,8 @@ def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: P
 
         patch.setattr(Evaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
-            train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
-    result = train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
+            train(settings(data, eval_every="0"), TrainOptions(run_dir=str(tmp_path / "run")))
+    result = train(settings(data, eval_every="0"), TrainOptions(run_dir=str(tmp_path / "run")))
     assert (result.run / FINAL).read_bytes() == (undisturbed / FINAL).read_bytes()
     assert list(scores(result.run)) == [16]
 
@@ -247,6 +248,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from stoker.training import evaluator as scoring, loop
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from tests.trainer.training.test_async_eval import settings
 
@@ -259,7 +261,7 @@ def step_and_die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 loop.Training.step = step_and_die
-train(settings(Path(sys.argv[1])), run_dir=sys.argv[2])
+train(settings(Path(sys.argv[1])), TrainOptions(run_dir=sys.argv[2]))
 """
 
 
@@ -272,7 +274,7 @@ def test_a_kill_between_an_evaluation_and_its_metrics(undisturbed: Path, data: P
     assert done.returncode == -signal.SIGKILL
     assert list(evaluation_state(tmp_path / "run")) == ["step-00000004"]
     assert scores(tmp_path / "run") == {}
-    assert_same(undisturbed, train(settings(data), run_dir=str(tmp_path / "run")).run)
+    assert_same(undisturbed, train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run)
 
 
 def test_an_error_in_computing_metrics_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -281,6 +283,6 @@ def test_an_error_in_computing_metrics_ends_the_run(data: Path, tmp_path: Path, 
 
     monkeypatch.setattr(evaluator, "compute_coco_result", fail)
     with pytest.raises(ArithmeticError, match="no metrics today"):
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
     assert (last.kind, last.step) == ("failed", 8), "the checkpoint of step 8 waits for the metrics of step 6"

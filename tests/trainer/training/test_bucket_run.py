@@ -18,6 +18,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.inference.model import load
 from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join_bucket_run
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker.training.stopper import StopRequest
 from stoker_watch.errors import Preempted, RunFinished, StorageError, UsageError
@@ -130,12 +131,12 @@ def test_a_stopped_run_continues_on_another_machine(
 ):
     """The signal comes after the first save, whether that is in the bucket or not: when the run has ended, it is."""
     move("alone")
-    whole = train(from_fields({"data": str(data), **FLAGS}), run_dir="whole").run.absolute()
+    whole = train(from_fields({"data": str(data), **FLAGS}), TrainOptions(run_dir="whole")).run.absolute()
     asked = from_fields({"data": str(data), **FLAGS})
     move("first")
     here = working_copy(address)
     with signalled(lambda: any(here.glob("checkpoints/step-*"))), pytest.raises(Preempted) as caught:
-        train(asked, run_dir=str(address))
+        train(asked, TrainOptions(run_dir=str(address)))
     assert str(address) in str(caught.value)
     newest = checkpoints(address)[-1]
     stopped_at = int(newest[5:])
@@ -149,7 +150,7 @@ def test_a_stopped_run_continues_on_another_machine(
 
     move("second")
     monkeypatch.setenv("RUNS_FOLDER", str(address.parent))
-    result = train(asked, run_dir="${RUNS_FOLDER}/x")
+    result = train(asked, TrainOptions(run_dir="${RUNS_FOLDER}/x"))
     assert result.run == working_copy(address)
     kinds = [event.text for event in read_lines(result.run, EVENTS, Event)]
     assert any(f"continuing from step {stopped_at}" in text for text in kinds)
@@ -163,9 +164,9 @@ def test_a_stopped_run_continues_on_another_machine(
         assert len(model.predict(str(data / "valid" / "valid-0.jpg"))) == 1
     move("first")
     with pytest.raises(RunFinished):
-        train(asked, run_dir=str(address))
+        train(asked, TrainOptions(run_dir=str(address)))
     with pytest.raises(UsageError, match="The run is finished, with other settings") as caught:
-        train(asked.replace(seed=7), run_dir=str(address))
+        train(asked.replace(seed=7), TrainOptions(run_dir=str(address)))
     assert caught.value.exit_code == 2
     assert explain_run(str(address)).state == "finished"
     assert explain_run(str(address)).attempts == 2
@@ -184,7 +185,7 @@ def test_a_state_that_does_not_reach_the_bucket_is_not_exit_75(
         return True
 
     with signalled(broken), pytest.raises(StorageError) as caught:
-        train(from_fields({"data": str(data), **LONG}), run_dir=str(address))
+        train(from_fields({"data": str(data), **LONG}), TrainOptions(run_dir=str(address)))
     assert "did not reach the bucket" in caught.value.what
     assert caught.value.exit_code == 3
     assert "from an earlier checkpoint" in str(caught.value)

@@ -16,6 +16,7 @@ from stoker.hardware.device import DTYPES
 from stoker.hardware.selection import select_device
 from stoker.models import build
 from stoker.training import parallel, recorder, step
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.run import train
@@ -88,7 +89,7 @@ def test_a_compiled_training_equals_the_eager_one(data: Path, tmp_path: Path, mo
     for compiled in (False, True):
         torch._dynamo.reset()
         run = tmp_path / str(compiled)
-        train(settings(data, max_duration="3", compile=compiled, backbone_norm="bn"), run_dir=str(run))
+        train(settings(data, max_duration="3", compile=compiled, backbone_norm="bn"), TrainOptions(run_dir=str(run)))
         runs[compiled] = load_file(run / FINAL)
         compile_s = sum(window.phases.get("compile", 0.0) for window in read_lines(run, STEPS, StepWindow))
         assert (compile_s > 0) == compiled
@@ -166,7 +167,7 @@ def test_a_run_whose_compiler_fails_trains_without(data: Path, tmp_path: Path, m
         if compiled:
             compile_augmentation(monkeypatch)
         changes = {"max_duration": "3", "compile": compiled, "backbone_norm": "bn"}
-        run = train(settings(data, **changes), run_dir=str(tmp_path / str(compiled))).run
+        run = train(settings(data, **changes), TrainOptions(run_dir=str(tmp_path / str(compiled)))).run
         weights.append(load_file(run / FINAL))
         warnings = [event.text for event in events_of(run, "warning") if "compil" in event.text]
         assert len(warnings) == compiled
@@ -195,7 +196,9 @@ def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
             "max_duration": "16",
             "backbone_norm": "bn",
         }
-        run = train(unstable(data, compile=compiled, **changes), run_dir=str(tmp_path / str(compiled))).run
+        run = train(
+            unstable(data, compile=compiled, **changes), TrainOptions(run_dir=str(tmp_path / str(compiled)))
+        ).run
         assert len(events_of(run, "rolled_back")) == 1
         ends.append(load_file(run / FINAL))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

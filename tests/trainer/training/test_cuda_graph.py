@@ -23,6 +23,7 @@ from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.training import loop, parallel, recorder, start
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.loss_sums import LossAccumulator
 from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import OptimizerStep
@@ -279,7 +280,7 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
     for has_graph in (False, True):
         monkeypatch.setattr(loop.Training, "__init__", with_graph if has_graph else without_graph)
         changes = {"max_duration": "20", "eval_every": "6", "checkpoint_every": "6", "backbone_norm": "bn"}
-        run = train(unstable(data, **changes), run_dir=str(tmp_path / str(has_graph))).run
+        run = train(unstable(data, **changes), TrainOptions(run_dir=str(tmp_path / str(has_graph)))).run
         assert len(events_of(run, "rolled_back")) == 1
         ends.append(load_file(run / FINAL))
     assert capture.calls

@@ -10,6 +10,7 @@ import pytest
 
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.training import loop, out_of_memory
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.run import train
 from stoker_watch.hardware import cgroup
@@ -66,12 +67,12 @@ def test_a_run_gives_back_batches_and_a_cache_and_sees_the_same_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = draw(tmp_path / "data")
-    whole = train(settings(data, max_duration="20", cache="ram"), run_dir=str(tmp_path / "whole")).run
+    whole = train(settings(data, max_duration="20", cache="ram"), TrainOptions(run_dir=str(tmp_path / "whole"))).run
     monkeypatch.setattr(out_of_memory, "POLL_S", 0.0)
     monkeypatch.setattr(
         loop, "HostMemoryGuard", lambda *rest: HostMemoryGuard(*rest, read=lambda: HostLimit("the cgroup", GIB, GIB))
     )
-    run = train(settings(data, max_duration="20", cache="ram"), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data, max_duration="20", cache="ram"), TrainOptions(run_dir=str(tmp_path / "run"))).run
     texts = [event.text for event in read_lines(run, EVENTS, Event) if event.kind == "low_host_memory"]
     assert "batches ahead" in texts[0]
     assert "decoded images dropped" in texts[1]

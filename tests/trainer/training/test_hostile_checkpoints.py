@@ -16,6 +16,7 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.hardware.device import Device
 from stoker.training.checkpoint import list_checkpoints
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker_watch.errors import CheckpointError, StokerError
@@ -40,7 +41,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OptimizerStep, "update", killing(OptimizerStep.update, 8))
         with pytest.raises(Killed):
-            train(config, run_dir=str(folder / "run"))
+            train(config, TrainOptions(run_dir=str(folder / "run")))
     assert [path.name for path in list_checkpoints(folder / "run")] == ["step-00000006", "step-00000003"]
     return folder
 
@@ -55,7 +56,7 @@ def case(killed: Path, tmp_path: Path) -> Path:
 
 
 def resume(case: Path, **options: Any) -> list[Event]:
-    train(Config(), resume=str(case / "run"), **options)
+    train(Config(), TrainOptions(resume=str(case / "run"), **options))
     return list(read_lines(case / "run", EVENTS, Event))
 
 
@@ -200,7 +201,7 @@ def _resume_as_nobody(run: str) -> int:
         code = 99
         try:
             os.setuid(65534)
-            train(Config(), resume=run)
+            train(Config(), TrainOptions(resume=run))
         except StokerError as error:
             code = error.exit_code if "The run's folder cannot be written" in error.what else 98
         finally:

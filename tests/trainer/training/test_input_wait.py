@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stoker.data.index import Index
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.diagnosis.causes.cause import COMMON_THRESHOLDS, Threshold
 from stoker_watch.diagnosis.reader import read_run
@@ -30,7 +31,9 @@ def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.
         return read(self, row)
 
     monkeypatch.setattr(Index, "read", slowly)
-    result = train(settings(data).replace(max_duration="3", eval_every="0", workers=1), run_dir=str(tmp_path / "run"))
+    result = train(
+        settings(data).replace(max_duration="3", eval_every="0", workers=1), TrainOptions(run_dir=str(tmp_path / "run"))
+    )
     for window in read_lines(result.run, STEPS, StepWindow):
         assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
     summed = read_run(result.run).totals

@@ -18,6 +18,7 @@ import pytest
 
 from stoker.data.loading.loader import Loader
 from stoker.training import checkpoint, evaluator, loop, parallel, recorder, start, trace
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
@@ -69,7 +70,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)
     )
-    result = train(settings(data), run_dir=str(tmp_path / "run"))
+    result = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     summed = read_run(result.run).totals
     for phase, seconds in spent.items():
         assert seconds >= {"input_wait": 60, "eval": 3, "checkpoint": 3}[phase] * DELAYS[phase]
@@ -94,7 +95,7 @@ def test_a_slow_disk_does_not_delay_training(tmp_path: Path, monkeypatch: pytest
     spent: dict[str, float] = {}
     monkeypatch.setattr(checkpoint, "write_atomic", delayed(spent, "checkpoint", checkpoint.write_atomic))
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="15")
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     middle = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 <= w.step < 15]
     charged = sum(window.phases.get("checkpoint", 0.0) for window in middle)
     assert spent["checkpoint"] > 3 * DELAYS["checkpoint"]
@@ -121,7 +122,7 @@ def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(loop.Training, "step", step_and_open)
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     config = settings(data).replace(checkpoint_every="0", eval_every="10", max_duration="18")
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     (line,) = [
         event for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated" and event.step == 10
     ]
@@ -161,7 +162,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
     monkeypatch.setattr(loop.Training, "step", dying)
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="24", compile=True)
     with pytest.raises(RuntimeError, match="dies here"):
-        train(config, run_dir=str(tmp_path / "run"))
+        train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     next_batch, slow_augment = Loader.__next__, delayed(spent, "recovery", augment)
     redone: dict[str, float] = {"step": 0.0, "input_wait": 0.0}
 
@@ -186,7 +187,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
                 step(self)
 
     monkeypatch.setattr(loop.Training, "step", step_again)
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     summed = read_run(result.run).totals
     assert summed.attempts == 2
     assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
@@ -211,7 +212,7 @@ def test_sigusr2_traces_the_next_steps(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(loop.Training, "step", signalled)
     config = settings(data).replace(eval_every="0", checkpoint_every="0", max_duration="20")
-    result = train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     assert result.steps == 20, "it goes on"
     (path,) = (result.run / TRACE_FILES).iterdir()
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.training import loop, stopper
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker.training.stopper import Notice, NoticeWatcher, StopRequest, grace_period_s, stop_on_signals, time_limit_s
 from stoker_watch.errors import ConfigError, Preempted
@@ -127,7 +128,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_notice_saves_and_the_same_command_continues(
     data: Path, tmp_path: Path, server: MetadataServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(settings(data, max_duration="9"), run_dir=str(tmp_path / "whole")).run
+    whole = train(settings(data, max_duration="9"), TrainOptions(run_dir=str(tmp_path / "whole"))).run
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
     step = loop.Training.step
 
@@ -141,19 +142,19 @@ def test_a_notice_saves_and_the_same_command_continues(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Training, "step", step_and_tell)
         with pytest.raises(Preempted, match="spot VM is preempted at step 4; everything is saved") as caught:
-            train(settings(data, max_duration="9"), run_dir=str(tmp_path / "run"))
+            train(settings(data, max_duration="9"), TrainOptions(run_dir=str(tmp_path / "run")))
     assert caught.value.exit_code == 75
     saving = [e for e in read_lines(tmp_path / "run", EVENTS, Event) if "saving" in e.text and "spot VM" in e.text]
     assert "in 30 s" in saving[0].text
     server.set("preempted", "FALSE")
-    run = train(settings(data, max_duration="9"), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data, max_duration="9"), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert (run / "final.safetensors").read_bytes() == (whole / "final.safetensors").read_bytes()
 
 
 def test_a_time_limit_that_is_near_saves(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopper, "time_limit_s", lambda: 30.0)
     with pytest.raises(Preempted, match="the time limit of the Slurm job at step 1"):
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
 
 
 def test_the_margin_before_a_time_limit_covers_a_long_save() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from stoker.data.batch import Batch
 from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.training import evaluator, loop, make_step, step
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
 from stoker.training.parallel import SingleProcess
@@ -36,7 +37,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def halves(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in two micro-batches from its first step on."""
-    return train(settings(data, grad_accum_steps=2), run_dir=str(tmp_path_factory.mktemp("halves") / "run")).run
+    return train(
+        settings(data, grad_accum_steps=2), TrainOptions(run_dir=str(tmp_path_factory.mktemp("halves") / "run"))
+    ).run
 
 
 def fail(call: Callable[..., Any], at: int, *, after: bool = False, times: int = 1) -> Callable[..., Any]:
@@ -73,7 +76,7 @@ def test_a_step_is_repeated_as_if_it_had_begun_in_halves(
     """Running statistics of norms, gradients and sums of losses of the failed attempt leave no trace."""
     target, name, after = POINTS[point]
     monkeypatch.setattr(target, name, fail(getattr(target, name), 0, after=after))
-    run = train(settings(data), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert (run / "final.safetensors").read_bytes() == (halves / "final.safetensors").read_bytes()
     losses = [
         [window.losses for window in read_lines(r, STEPS, StepWindow) if window.window_steps] for r in (run, halves)
@@ -90,9 +93,9 @@ def test_a_half_applied_update_is_never_saved(data: Path, halves: Path, tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OptimizerStep, "update_ema", fail(OptimizerStep.update_ema, 1))
         with pytest.raises(OutOfMemoryError, match="while the weights were updated") as caught:
-            train(settings(data), run_dir=str(tmp_path / "run"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert caught.value.exit_code == 5
-    run = train(settings(data), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert (run / "final.safetensors").read_bytes() == (halves / "final.safetensors").read_bytes()
 
 
@@ -111,8 +114,8 @@ def test_a_resumed_run_keeps_the_smaller_micro_batch(
         patch.setattr(OptimizerStep, "backward", fail(OptimizerStep.backward, 1))
         patch.setattr(loop.Training, "step", stop_at(3))
         with pytest.raises(Preempted):
-            train(settings(data), run_dir=str(tmp_path / "run"))
-    train(settings(data), run_dir=str(tmp_path / "run"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
+    train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert counts == [1, 1, 2, 2, 2, 2]  # the second step is tried twice
 
 
@@ -130,9 +133,9 @@ def stop_at(step: int) -> Callable[..., None]:
 def test_an_evaluation_is_repeated_and_training_keeps_its_size(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(settings(data), run_dir=str(tmp_path / "whole"))
+    whole = train(settings(data), TrainOptions(run_dir=str(tmp_path / "whole")))
     monkeypatch.setattr(evaluator, "detect", fail(evaluator.detect, 0, times=2))
-    result = train(settings(data), run_dir=str(tmp_path / "run"))
+    result = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert result.metrics.ap == whole.metrics.ap
     assert (result.run / "final.safetensors").read_bytes() == (whole.run / "final.safetensors").read_bytes()
     assert [(e.data["micro_batch_size"], e.data["eval_batch_size"]) for e in memory_events(result.run)] == [
@@ -148,7 +151,7 @@ def test_where_nothing_smaller_is_left_the_run_ends(
     target, name = (OptimizerStep, "backward") if activity == "training" else (evaluator, "detect")
     monkeypatch.setattr(target, name, fail(getattr(target, name), 0, times=100))
     with pytest.raises(OutOfMemoryError, match=f"Out of memory in {activity}, also with") as caught:
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert "nvidia-smi" in str(caught.value)
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
     assert (last.kind, last.data["exit_code"]) == ("failed", 5)

@@ -12,6 +12,7 @@ import pytest
 
 import stoker.training.run
 from stoker.training import checkpoint, evaluator, start
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.recording.own_stacks import TrainingStacks
@@ -69,7 +70,7 @@ def test_every_part_of_a_short_run_is_sampled(data: Path, tmp_path: Path, monkey
     for module, name in ((evaluator, "detect"), (checkpoint, "snapshot"), (start, "report_preflight")):
         monkeypatch.setattr(module, name, sampled.before(getattr(module, name)))
     config = settings(data).replace(max_duration="6", eval_every="0", checkpoint_every="0")
-    run = train(config, run_dir=str(tmp_path / "run")).run
+    run = train(config, TrainOptions(run_dir=str(tmp_path / "run"))).run
     windows = read_windows(run)
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
     for window in windows:
@@ -101,7 +102,7 @@ def test_threads_of_worker_processes_are_sampled(data: Path, tmp_path: Path, mon
     sampled = Sampled(monkeypatch)
     monkeypatch.setattr(evaluator, "detect", sampled.before(evaluator.detect))
     config = settings(data).replace(max_duration="6", eval_every="0", checkpoint_every="0", worker_processes=2)
-    windows = read_windows(train(config, run_dir=str(tmp_path / "run")).run)
+    windows = read_windows(train(config, TrainOptions(run_dir=str(tmp_path / "run"))).run)
     places = [place for window in windows if window.role == "worker" for place in window.places]
     assert sum(place.samples for place in places) >= 3
     assert {place.part for place in places} == {"loader"}
@@ -110,9 +111,9 @@ def test_threads_of_worker_processes_are_sampled(data: Path, tmp_path: Path, mon
 @pytest.mark.slow
 def test_samples_do_not_change_the_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(data).replace(max_duration="12", eval_every="6")
-    sampled = train(config, run_dir=str(tmp_path / "sampled")).run
+    sampled = train(config, TrainOptions(run_dir=str(tmp_path / "sampled"))).run
     monkeypatch.setattr(sys, "executable", "")
-    without = train(config, run_dir=str(tmp_path / "without")).run
+    without = train(config, TrainOptions(run_dir=str(tmp_path / "without"))).run
     assert read_windows(sampled)
     assert not (without / STACKS).exists()
     texts = [event.text for event in read_lines(without, EVENTS, Event)]

@@ -24,6 +24,7 @@ from stoker.models.weights.load import detect_architecture
 from stoker.preflight.host import estimate_checkpoint_bytes
 from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
 from stoker.training.evaluator import Evaluator
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker.training.run_selection import choose_run, with_absolute_paths
 from stoker_watch.diagnosis.reader import read_run
@@ -61,7 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(settings(data, eval_every="6"), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
+    return train(settings(data, eval_every="6"), TrainOptions(run_dir=str(tmp_path_factory.mktemp("runs") / "one"))).run
 
 
 def test_the_run_folder_is_complete(run: Path):
@@ -104,7 +105,7 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
              "lr": 0.001, "ema_decay": 0.0, "max_duration": "3", "image_size": (64, 64)}  # fmt: skip
     ends = [
         load_file(
-            train(settings(data, grad_accum_steps=parts, **model), run_dir=str(tmp_path / str(parts))).run
+            train(settings(data, grad_accum_steps=parts, **model), TrainOptions(run_dir=str(tmp_path / str(parts)))).run
             / "final.safetensors"
         )
         for parts in (1, 4)
@@ -127,7 +128,7 @@ def test_a_learning_rate_that_diverges_ends_with_the_names_of_images(data: Path,
     }
     config = settings(data, max_duration="400", **changes)
     with pytest.raises(DivergedError) as caught:
-        train(config, run_dir=str(tmp_path / "run"))
+        train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert "5 steps in a row" in text
@@ -146,12 +147,12 @@ def test_one_broken_image_is_excluded_and_named_and_more_end_the_run(tmp_path: P
     data = draw(tmp_path / "data")
     victim = data / "train" / "train-3.jpg"
     victim.write_bytes(victim.read_bytes()[:300])
-    result = train(settings(data), run_dir=str(tmp_path / "one"))
+    result = train(settings(data), TrainOptions(run_dir=str(tmp_path / "one")))
     lines = list(read_lines(result.run, QUARANTINE, Quarantined))
     assert {Path(line.path).name for line in lines} == {"train-3.jpg"}
     (data / "train" / "train-4.jpg").write_bytes(b"")
     with pytest.raises(DataError) as caught:
-        train(settings(data), run_dir=str(tmp_path / "two"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "two")))
     assert caught.value.exit_code == 4
     for name in ("train-3.jpg", "train-4.jpg"):
         assert name in str(caught.value)
@@ -167,14 +168,14 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Evaluator, "evaluate", stop)
     config = settings(data)
     with pytest.raises(RuntimeError, match="killed here"):
-        train(config, run_dir=str(tmp_path / "run"))
+        train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     document = json.loads((data / "train" / "_annotations.coco.json").read_text())
     document["images"] = document["images"][:-2]
     kept = {image["id"] for image in document["images"]}
     document["annotations"] = [a for a in document["annotations"] if a["image_id"] in kept]
     (data / "train" / "_annotations.coco.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="not the one that the run was started with") as caught:
-        train(config, run_dir=str(tmp_path / "run"))
+        train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     assert "2 images gone (train/train-22.jpg" in str(caught.value)
 
 
@@ -185,7 +186,7 @@ def test_peak_memory_is_reset_after_the_batch_trials(data: Path, tmp_path: Path,
     monkeypatch.setattr(Device, "reset_peak_memory", lambda _: called.append("reset"))
     monkeypatch.setattr(start, "derive", record_call(called, "trials", start.derive))
     monkeypatch.setattr(loop.Training, "step", record_call(called, "step", loop.Training.step))
-    train(settings(data, max_duration="1"), run_dir=str(tmp_path / "run"))
+    train(settings(data, max_duration="1"), TrainOptions(run_dir=str(tmp_path / "run")))
     assert called[called.index("trials") :] == ["trials", "reset", "step"]
 
 
@@ -199,31 +200,31 @@ def record_call(called: list[str], name: str, function: Callable[..., Any]) -> C
 
 def test_another_command_does_not_continue_a_named_run(run: Path, data: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="finished"):
-        train(settings(data, eval_every="6"), run_dir=str(run))
+        train(settings(data, eval_every="6"), TrainOptions(run_dir=str(run)))
     (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes().rsplit(b"\n", 2)[0] + b"\n")
     (tmp_path / CONFIG).write_bytes((run / CONFIG).read_bytes())
     with pytest.raises(UsageError, match="other settings"):
-        train(settings(data, batch_size=2), run_dir=str(tmp_path))
+        train(settings(data, batch_size=2), TrainOptions(run_dir=str(tmp_path)))
 
 
 def test_a_folder_that_holds_runs_is_no_run(run: Path, data: Path):
     with pytest.raises(UsageError, match="holds runs") as caught:
-        train(settings(data), run_dir=str(run.parent))
+        train(settings(data), TrainOptions(run_dir=str(run.parent)))
     assert str(run) in str(caught.value.cause)
 
 
 def test_the_run_of_another_program_is_not_continued(run: Path, data: Path, tmp_path: Path):
     (tmp_path / EVENTS).write_bytes((run / EVENTS).read_bytes())
     with pytest.raises(UsageError, match="another program"):
-        train(Config(), resume=str(tmp_path))
+        train(Config(), TrainOptions(resume=str(tmp_path)))
     with pytest.raises(UsageError, match="another program"):
-        train(settings(data), run_dir=str(tmp_path))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path)))
 
 
 def test_a_start_that_fails_is_recorded(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="--track wandb"):
-        train(settings(data), run_dir=str(tmp_path / "run"), monitor=MonitoringOptions(track=("wandb",)))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"), monitor=MonitoringOptions(track=("wandb",))))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
     assert (last.kind, last.data["exit_code"]) == ("failed", 2)
 
@@ -233,7 +234,7 @@ def test_the_room_that_is_asked_for_is_that_of_the_models_checkpoints(
 ):
     monkeypatch.setattr("stoker_watch.recording.telemetry.machine.free_bytes", lambda _: 2**20)
     with pytest.raises(PreflightError, match="are free for the run") as caught:
-        train(settings(data, max_duration="1"), run_dir=str(tmp_path / "run"))
+        train(settings(data, max_duration="1"), TrainOptions(run_dir=str(tmp_path / "run")))
     config = from_toml(tmp_path / "run" / CONFIG)[0]
     num_weights = sum(parameter.numel() for parameter in models.build(config.model, 3).parameters())
     size = estimate_checkpoint_bytes(num_weights, config.optim.optimizer)
@@ -271,16 +272,16 @@ def test_an_unfinished_run_with_other_settings_is_named(run: Path, data: Path, t
 
 
 def test_a_run_is_continued_with_other_workers_and_the_same_result(data: Path, tmp_path: Path):
-    whole = train(settings(data), run_dir=str(tmp_path / "whole"))
+    whole = train(settings(data), TrainOptions(run_dir=str(tmp_path / "whole")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make_step, "train_step", stopping(make_step.train_step, 5))
         with pytest.raises(Preempted):
-            train(settings(data, workers=1), run_dir=str(tmp_path / "run"))
+            train(settings(data, workers=1), TrainOptions(run_dir=str(tmp_path / "run")))
     with pytest.raises(UsageError, match="takes its settings from the run"):
-        train(from_fields({"batch_size": 2}), resume=str(tmp_path / "run"))
+        train(from_fields({"batch_size": 2}), TrainOptions(resume=str(tmp_path / "run")))
     with pytest.raises(UsageError, match="--workers 0 is out of range"):
-        train(from_fields({"workers": 0}), resume=str(tmp_path / "run"))
-    result = train(from_fields({"workers": 2, "checkpoint_every": "3"}), resume=str(tmp_path / "run"))
+        train(from_fields({"workers": 0}), TrainOptions(resume=str(tmp_path / "run")))
+    result = train(from_fields({"workers": 2, "checkpoint_every": "3"}), TrainOptions(resume=str(tmp_path / "run")))
     assert (result.run / FINAL).read_bytes() == (whole.run / FINAL).read_bytes()
     (resumed,) = [event for event in read_lines(result.run, EVENTS, Event) if event.kind == "resumed"]
     assert resumed.text == "attempt 2, with --checkpoint-every 3 --workers 2"
@@ -290,12 +291,12 @@ def test_a_run_is_continued_with_other_workers_and_the_same_result(data: Path, t
 
 @pytest.mark.slow
 def test_length_in_minutes_and_epochs(data: Path, tmp_path: Path):
-    result = train(settings(data, max_duration="0.05min"), run_dir=str(tmp_path / "minutes"))
+    result = train(settings(data, max_duration="0.05min"), TrainOptions(run_dir=str(tmp_path / "minutes")))
     seconds = sum(w.phases.get("compute", 0) + w.phases.get("input_wait", 0)
                   for w in read_lines(result.run, STEPS, StepWindow))  # fmt: skip
     assert result.steps > 1
     assert seconds >= 0.9 * 3.0
-    assert train(settings(data, max_duration="2ep"), run_dir=str(tmp_path / "epochs")).steps == 12
+    assert train(settings(data, max_duration="2ep"), TrainOptions(run_dir=str(tmp_path / "epochs"))).steps == 12
 
 
 class LateCopy(ReadyEvent):
@@ -321,7 +322,7 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
     monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
     monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
-    result = train(settings(data, max_duration="23", eval_every="10"), run_dir=str(tmp_path / "run"))
+    result = train(settings(data, max_duration="23", eval_every="10"), TrainOptions(run_dir=str(tmp_path / "run")))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 23
     assert windows[-1].step == 23
@@ -344,10 +345,10 @@ def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_atomic", full_disk("final.safetensors", checkpoint.write_atomic))
         with pytest.raises(StorageError, match="final weights") as caught:
-            train(settings(data), run_dir=str(tmp_path / "run"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert "No space left" in str(caught.value)
     assert list(read_lines(tmp_path / "run", EVENTS, Event))[-1].kind == "failed"
-    result = train(settings(data), run_dir=str(tmp_path / "run"))
+    result = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert result.steps == 12
     assert (result.run / "final.safetensors").exists()
 
@@ -369,25 +370,25 @@ def test_a_signal_whose_save_fails_raises_a_storage_error(data: Path, tmp_path: 
         patch.setattr(checkpoint, "write_atomic", full_disk("state.pt", checkpoint.write_atomic))
         patch.setattr(make_step, "train_step", stopping(make_step.train_step, 5))
         with pytest.raises(StorageError, match="could not be saved"):
-            train(settings(data), run_dir=str(tmp_path / "run"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
 
 
 def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start, "resolve_run", stopping(start.resolve_run, 0))
     with pytest.raises(Preempted, match="before the first step"):
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_an_evaluation_interrupted_by_a_signal_is_repeated(data: Path, tmp_path: Path):
     config = settings(data, eval_every="6")
-    whole = train(config, run_dir=str(tmp_path / "whole"))
+    whole = train(config, TrainOptions(run_dir=str(tmp_path / "whole")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluator, "detect", stopping(evaluator.detect, 0))
         with pytest.raises(Preempted, match="at step 6"):
-            train(config, run_dir=str(tmp_path / "run"))
-    result = train(config, run_dir=str(tmp_path / "run"))
+            train(config, TrainOptions(run_dir=str(tmp_path / "run")))
+    result = train(config, TrainOptions(run_dir=str(tmp_path / "run")))
     steps = [event.step for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated"]
     assert steps == [6, 12]
     for name in ("best.safetensors", "final.safetensors"):
@@ -399,14 +400,14 @@ def test_a_validation_split_without_boxes_is_refused_before_training(tmp_path: P
     path = data / "valid" / "_annotations.coco.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
     with pytest.raises(DataError, match="validation split has no boxes"):
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written(data: Path, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError) as caught:
-        train(settings(data), run_dir=str(tmp_path / "file"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "file")))
     assert caught.value.exit_code == 3
     assert "--run-dir DIR" in str(caught.value)
 
@@ -425,7 +426,7 @@ def test_names_of_weights_are_not_paths(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     patch_ap(monkeypatch, 0.2)
     asked = settings(data, max_duration="40", eval_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
-    result = train(asked, run_dir=str(tmp_path / "one"))
+    result = train(asked, TrainOptions(run_dir=str(tmp_path / "one")))
     assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
     events = list(read_lines(result.run, EVENTS, Event))
     assert any(event.text.startswith("stopped at step 8: 3 evaluations without an AP above") for event in events)
@@ -439,7 +440,7 @@ def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, mo
 def test_patience_counts_from_the_first_ap_above_zero(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     patch_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
     asked = settings(data, max_duration="40", eval_every="1", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=2)
-    result = train(asked, run_dir=str(tmp_path / "one"))
+    result = train(asked, TrainOptions(run_dir=str(tmp_path / "one")))
     assert result.steps == 8
     assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
 
@@ -467,8 +468,8 @@ def test_patience_is_restored_from_a_checkpoint(data: Path, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", step_and_stop)
         with pytest.raises(Preempted):
-            train(asked, run_dir=str(tmp_path / "one"))
-    assert train(asked, run_dir=str(tmp_path / "one")).steps == 8
+            train(asked, TrainOptions(run_dir=str(tmp_path / "one")))
+    assert train(asked, TrainOptions(run_dir=str(tmp_path / "one"))).steps == 8
 
 
 def test_a_run_without_a_value_for_a_setting_is_not_continued(data: Path, tmp_path: Path, monkeypatch):
@@ -478,9 +479,9 @@ def test_a_run_without_a_value_for_a_setting_is_not_continued(data: Path, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", stop_at_once)
         with pytest.raises(Preempted):
-            train(settings(data), run_dir=str(tmp_path / "old"))
+            train(settings(data), TrainOptions(run_dir=str(tmp_path / "old")))
     file = tmp_path / "old" / CONFIG
     file.write_text("".join(line for line in file.open() if not line.startswith("patience")))
     with pytest.raises(CheckpointError, match="earlier version") as caught:
-        train(Config(), resume=str(tmp_path / "old"))
+        train(Config(), TrainOptions(resume=str(tmp_path / "old")))
     assert "has no value for patience" in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stoker.training import loop
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.loop import MAX_INTERVAL_S, Saver
 from stoker.training.run import train
 from stoker.training.state import IntervalTrigger
@@ -68,6 +69,8 @@ def test_a_run_changes_its_own_interval_only_if_the_user_set_none(
     monkeypatch.setattr(loop, "MAX_COST", 1e-6)
     monkeypatch.setattr(loop, "parse_duration", lambda *_: Duration(1e-4, "minutes"))
     changes = {"checkpoint_every": "2min"} if is_set_by_user else {}
-    run = train(settings(draw(tmp_path / "data"), max_duration="12", **changes), run_dir=str(tmp_path / "run")).run
+    run = train(
+        settings(draw(tmp_path / "data"), max_duration="12", **changes), TrainOptions(run_dir=str(tmp_path / "run"))
+    ).run
     texts = [event.text for event in read_lines(run, EVENTS, Event) if event.text.startswith("checkpoint-every:")]
     assert len(texts) == (0 if is_set_by_user else 1)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from stoker.data.batch import Batch
 from stoker.data.index import open_index_of
 from stoker.training import checkpoint, evaluator, recorder
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.loss_sums import StepStats
 from stoker.training.optim import OptimizerStep
 from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, Suspects, is_spike
@@ -63,7 +64,7 @@ def rolled_back_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder, "WINDOW_S", 0.0)
         make_gradients_nan(patch, diverges_at_the_full_lr)
-        return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
+        return train(settings(data), TrainOptions(run_dir=str(tmp_path_factory.mktemp("runs") / "one"))).run
 
 
 @pytest.mark.slow
@@ -96,7 +97,7 @@ def test_detecting_divergence_late_changes_no_weight(rolled_back_run: Path, data
                 read(self, wait=wait)
 
         patch.setattr(recorder.Recorder, "read_stats", read_seldom)
-        late = train(settings(data), run_dir=str(tmp_path / "late")).run
+        late = train(settings(data), TrainOptions(run_dir=str(tmp_path / "late"))).run
     assert_same_end(rolled_back_run, late)
 
 
@@ -104,7 +105,7 @@ def test_detecting_divergence_late_changes_no_weight(rolled_back_run: Path, data
 def test_a_second_divergence_from_a_checkpoint_rolls_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     make_gradients_nan(monkeypatch, diverges_above_a_ninth_of_the_lr)
-    run = train(settings(data), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [18, 12]
     last = [window for window in read_lines(run, STEPS, StepWindow) if window.window_steps][-1]
     assert last.lr == pytest.approx(RATE / 9)
@@ -115,7 +116,7 @@ def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, t
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     make_gradients_nan(monkeypatch, lambda step, _: step >= 20)
     with pytest.raises(DivergedError) as caught:
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert text.count("train-") == 4
@@ -123,7 +124,7 @@ def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, t
     assert "step-00000018/weights.safetensors" in text, "healthy, and of the last try"
     assert [event.data["count"] for event in events_of(tmp_path / "run", "rolled_back")] == [1, 2]
     with pytest.raises(DivergedError):  # the same command again: its two tries are used up
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert len(events_of(tmp_path / "run", "rolled_back")) == 2
 
 
@@ -132,10 +133,10 @@ def test_divergence_before_the_first_checkpoint_restarts_from_step_0(data: Path,
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "max_duration": "30"}
-    third = train(settings(data, **changes, lr=RATE / 3), run_dir=str(tmp_path / "third")).run
+    third = train(settings(data, **changes, lr=RATE / 3), TrainOptions(run_dir=str(tmp_path / "third"))).run
     with monkeypatch.context() as patch:
         make_gradients_nan(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
-        run = train(settings(data, **changes), run_dir=str(tmp_path / "run")).run
+        run = train(settings(data, **changes), TrainOptions(run_dir=str(tmp_path / "run"))).run
     assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [0]
     assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
 
@@ -153,7 +154,7 @@ def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_p
 
     monkeypatch.setattr(evaluator, "compute_coco_result", score)
     make_gradients_nan(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
-    run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
+    run = train(settings(data, eval_every="6", checkpoint_every="19"), TrainOptions(run_dir=str(tmp_path / "run"))).run
     steps = [event.step for event in events_of(run, "evaluated")]
     assert steps[:5] == [6, 12, 18, 24, 24]
     assert events_of(run, "rolled_back")[0].data["best_ap"] == 0.5
@@ -184,8 +185,8 @@ def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(
             else:
                 kill.setattr(OptimizerStep, "update", killing(OptimizerStep.update, 25 + 4))
             with pytest.raises(Killed):
-                train(settings(data), run_dir=str(tmp_path / "run"))
-        run = train(settings(data), run_dir=str(tmp_path / "run")).run
+                train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
+        run = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run"))).run
     (rollback,) = events_of(run, "rolled_back")
     assert rollback.data["failed_at"] == 24, "skipped steps before the kill count too"
     assert_same_end(rolled_back_run, run)
@@ -196,6 +197,7 @@ import os, random, signal, sys, threading, time
 from pathlib import Path
 import pytest
 from stoker.training.recorder import MIN_SPIKE_WINDOWS, SPIKE_RATIO, SPIKE_WINDOWS, StabilityAlerts, is_spike
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from tests.trainer.training import test_stability as tests
 with pytest.MonkeyPatch.context() as patch:
@@ -207,7 +209,7 @@ with pytest.MonkeyPatch.context() as patch:
             time.sleep(float(sys.argv[3]))
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Thread(target=kill, daemon=True).start()
-    train(tests.settings(Path(sys.argv[1])), run_dir=sys.argv[2])
+    train(tests.settings(Path(sys.argv[1])), TrainOptions(run_dir=sys.argv[2]))
 """
 
 
@@ -399,7 +401,7 @@ def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object)
         "checkpoint_every": "0",
         "lr_scheduler": "cosine",
     }
-    return train(settings(data, **(usual | changes)), run_dir=str(run)).run
+    return train(settings(data, **(usual | changes)), TrainOptions(run_dir=str(run))).run
 
 
 @pytest.mark.parametrize(("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"lr_too_low"}, marks=pytest.mark.slow)])
@@ -427,5 +429,5 @@ def test_rollbacks_are_counted_where_their_events_cannot_be_written(data: Path, 
     monkeypatch.setattr(RunFolder, "event", lost)
     make_gradients_nan(monkeypatch, lambda step, rate: (rates.append(rate), step >= 20)[1])
     with pytest.raises(DivergedError, match="also at a ninth of the learning rate"):
-        train(settings(data), run_dir=str(tmp_path / "run"))
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert min(rates[-5:]) == pytest.approx(RATE / 9)

@@ -11,6 +11,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.hardware.selection import select_device
 from stoker.models import MODELS
 from stoker.training import recorder
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.reader import read_run
@@ -42,7 +43,7 @@ def test_a_run_is_compared_with_its_prediction_and_adds_its_measurement(
 ) -> None:
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)  # a window for each step
     calibration.append(predicted())
-    run = train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
+    run = train(settings(draw(tmp_path / "data")), TrainOptions(run_dir=str(tmp_path / "run"))).run
     texts = [event.text for event in read_lines(run, EVENTS, Event)]
     assert "`stoker plan` predicted 123 s a step ± 25 %" in texts
     (note,) = [note for note in collect_notes(read_run(run), []) if note.id == "predicted_step"]
@@ -62,7 +63,7 @@ def test_a_run_is_compared_with_its_prediction_and_adds_its_measurement(
 def test_a_cache_folder_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     calibration.path().mkdir(parents=True)  # a folder where the file should be
-    run = train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
+    run = train(settings(draw(tmp_path / "data")), TrainOptions(run_dir=str(tmp_path / "run"))).run
     events = list(read_lines(run, EVENTS, Event))
     assert events[-1].kind == "finished"
     assert any("was not added to" in event.text for event in events)

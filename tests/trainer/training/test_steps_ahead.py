@@ -8,6 +8,7 @@ import torch
 
 from stoker.hardware.device import Device, ReadyEvent
 from stoker.hardware.host_sync import allowed_host_syncs
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.parallel import SingleProcess
 from stoker.training.run import train
 from stoker_watch.recording.ledger import Ledger
@@ -92,7 +93,7 @@ def test_each_step_of_a_run_waits_for_an_earlier_one(tmp_path: Path, monkeypatch
         return event
 
     monkeypatch.setattr(Device, "record_issued", record)
-    train(settings(draw(tmp_path / "shapes"), max_duration="5"), run_dir=str(tmp_path / "run"))
+    train(settings(draw(tmp_path / "shapes"), max_duration="5"), TrainOptions(run_dir=str(tmp_path / "run")))
     assert log == [
         "issued 0", "issued 1", "issued 2", "waited for 0", "issued 3", "waited for 1", "issued 4", "waited for 2",
     ]  # fmt: skip

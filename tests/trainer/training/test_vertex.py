@@ -7,6 +7,7 @@ import pytest
 
 from stoker.config.settings import from_fields
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
+from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
 from stoker_watch.errors import UsageError
 from stoker_watch.runs.records import BEST, CONFIG, EVENTS
@@ -71,7 +72,7 @@ def test_a_run_in_the_bucket_of_a_job(data: Path, google: Server, tmp_path: Path
 def test_a_named_run_folder_is_not_replaced(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AIP_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
-    run = train(from_fields({"data": str(data), **SETTINGS}), run_dir=str(tmp_path / "mine")).run
+    run = train(from_fields({"data": str(data), **SETTINGS}), TrainOptions(run_dir=str(tmp_path / "mine"))).run
     assert run == tmp_path / "mine"
     assert not (tmp_path / "checkpoints").exists()
 

@@ -33,9 +33,8 @@ def main() -> int:
         with quick_imports():
             from stoker.training.run import train
             from stoker_watch.recording.telemetry.host import process_start_s
-        options = msgspec.structs.asdict(request)
-        user_config = from_fields(options.pop("settings"))
-        result = train(user_config, started_s=process_start_s(), exit_when_hung=True, **options)
+        config = from_fields(request.settings)
+        result = train(config, request.options, started_s=process_start_s(), exit_when_hung=True)
     except StokerError as error:
         _report(error)
         return error.exit_code

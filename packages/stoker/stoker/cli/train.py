@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -78,16 +78,18 @@ def train(
         monitor.validate()
         print_plan(user_config, run_dir=run_dir, resume=resume, verbose=verbose, num_devices=devices or 1)
         return
-    options: dict[str, Any] = {
-        "run_dir": run_dir, "resume": resume, "accept_changed_data": accept_changed_data, "trace": trace,
-        "monitor": monitor, "log_format": log_format, "verbose": verbose,
-    }  # fmt: skip
+    from stoker.training.local_ranks import TrainOptions
+
+    options = TrainOptions(
+        run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data, trace=trace, monitor=monitor,
+        log_format=log_format, verbose=verbose,
+    )  # fmt: skip
     result: Result
     if starts_ranks:
-        result = run_ranks(devices or 1, RankRequest(settings=user_config.set_fields(), **options))
+        result = run_ranks(devices or 1, RankRequest(settings=user_config.set_fields(), options=options))
     else:
         try:
-            result = train_loop(user_config, started_s=process_start_s(), exit_when_hung=True, **options)
+            result = train_loop(user_config, options, started_s=process_start_s(), exit_when_hung=True)
         except CaptureFailed:
             replace_process("a CUDA graph could not be captured")
             raise

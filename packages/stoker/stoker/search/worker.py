@@ -52,6 +52,7 @@ def trial_config(study: Study, number: int) -> Config:
 
 def train_trial(study: Study, claim: Claim) -> Outcome:
     """Trains, or continues, a trial until it ends or is pruned. Raises StokerError where the next would fail, too."""
+    from stoker.training.local_ranks import TrainOptions
     from stoker.training.run import train
 
     run, number = study.run_dir(claim.number), claim.number
@@ -61,7 +62,8 @@ def train_trial(study: Study, claim: Claim) -> Outcome:
 
     if not is_finished(run) and prune() is None:
         try:
-            train(trial_config(study, number), run_dir=str(run), exit_when_hung=True, after_evaluation=prune)
+            options = TrainOptions(run_dir=str(run))
+            train(trial_config(study, number), options, exit_when_hung=True, after_evaluation=prune)
         except (OutOfMemoryError, DivergedError) as error:
             return Outcome({}, read_history(run), last_step(run), failure=str(error))
         except ConfigError as error:

@@ -41,18 +41,29 @@ _POLL_S = 0.05
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
-class RankRequest(msgspec.Struct, kw_only=True):
-    """What a rank is to train: the arguments of `run.train`, on the standard input of its process. settings: those that
-    the user set, by name."""
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command says of a training besides its settings."""
 
-    settings: dict[str, Any]
     run_dir: str | None = None
+    """Folder or URI of the run."""
     resume: str | None = None
+    """An unfinished run to continue, with its own settings."""
     accept_changed_data: bool = False
+    """Continue a run also if its data set changed."""
     trace: bool = False
+    """Keep Chrome traces of some steps."""
     log_format: Literal["text", "json"] = "text"
+    """json writes JSON lines to stdout and text to stderr."""
     monitor: MonitoringOptions = MonitoringOptions()
     verbose: bool = False
+    """Print every setting."""
+
+
+class RankRequest(msgspec.Struct, kw_only=True):
+    """The arguments of `run.train`, on the standard input of a rank. settings: those that the user set, by name."""
+
+    settings: dict[str, Any]
+    options: TrainOptions = TrainOptions()
 
 
 @dataclasses.dataclass(frozen=True)

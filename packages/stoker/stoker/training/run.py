@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TextIO
+
+import msgspec
 
 from stoker.config.settings import Config, settings_table
 from stoker.data.index import Index
@@ -23,10 +25,11 @@ from stoker.models.weights.hub import find_weights
 from stoker.report.terminal import Screen
 from stoker.training import bucket_run, run_selection, start
 from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
+from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.cluster import Devices, find_place
 from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import STEP_OVERHEAD_S, estimate_images_per_second
-from stoker.training.local_ranks import Result
+from stoker.training.local_ranks import Result, TrainOptions
 from stoker.training.loop import Training
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
@@ -35,10 +38,9 @@ from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import Preempted, StokerError
 from stoker_watch.monitor.monitor import monitoring
-from stoker_watch.monitor.options import MonitoringOptions
 from stoker_watch.recording.own_stacks import TrainingStacks
 from stoker_watch.report.format import count, duration, plural
-from stoker_watch.runs.records import WARNING_KINDS
+from stoker_watch.runs.records import WARNING_KINDS, RunFolder
 from stoker_watch.storage.uri import display_path, is_uri
 
 IMPORTANT_SETTINGS = (
@@ -49,113 +51,110 @@ IMPORTANT_SETTINGS = (
 
 def train(
     user_config: Config,
+    options: TrainOptions = TrainOptions(),  # noqa: B008  # frozen
     *,
-    run_dir: str | None = None,
-    resume: str | None = None,
-    accept_changed_data: bool = False,
     started_s: float | None = None,
-    trace: bool = False,
-    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
-    log_format: Literal["text", "json"] = "text",
-    verbose: bool = False,
     exit_when_hung: bool = False,
     after_evaluation: Callable[[], str | None] | None = None,
 ) -> Result:
     """Trains until the requested length is reached.
 
-    run_dir: folder or URI of the run; resume: an unfinished run to continue, with its own settings;
-    accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
-    which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
-    runs; log_format: json writes JSON lines to stdout and text to stderr; verbose: print every setting; exit_when_hung:
-    end the process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a
-    thread when an evaluation is in the run's events, the reason that it returns stops the training as a signal does.
-    Raises StokerError; `Preempted` after a signal, when everything is saved.
+    started_s: the moment of `time.perf_counter` from which the ledger counts, default now; exit_when_hung: end the
+    process with code 7 if the training hangs, instead of only recording it; after_evaluation: called by a thread when
+    an evaluation is in the run's events, the reason that it returns stops the training as a signal does. Raises
+    StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
-    monitor.validate()
+    options.monitor.validate()
+    if options.run_dir is None and options.resume is None:
+        options = msgspec.structs.replace(options, run_dir=vertex_folders().checkpoints)
     place = find_place()
-    vertex = vertex_folders()
-    if run_dir is None and resume is None:
-        run_dir = vertex.checkpoints
     finished = None  # a machine that is started again after all have finished must not wait for the others
     if place is not None and not place.is_one_machine:
-        finished = run_selection.find_finished(user_config, run_dir, resume)
+        finished = run_selection.find_finished(user_config, options.run_dir, options.resume)
     with joined(place, finished) as ranks, stop_on_signals() as stop_request, contextlib.ExitStack() as stack:
         stop_request.after_evaluation = after_evaluation
-        null = None if ranks.is_main else stack.enter_context(Path(os.devnull).open("w"))  # rank 0 has the terminal
-        screen = stack.enter_context(Screen(null or (sys.stderr if log_format == "json" else None)))
-        stacks = TrainingStacks(Path(__file__).parents[1])
-        stack.callback(stacks.stop)
-        remote: bucket_run.BucketRun | None = None
+        run = _OpenRun(options, ranks, stop_request, stack)
+        run.open(user_config)
+        return run.train(started_s, os._exit if exit_when_hung else None)
 
-        def choose_run() -> tuple[Path | None, Config, list[str]]:
-            nonlocal remote, run_dir, resume
-            given = run_selection.with_absolute_paths(user_config)
-            remote = bucket_run.join_bucket_run(
-                run_dir, resume, given, stop_request=stop_request, stack=stack, note=screen.note
-            )
-            if remote is not None:
-                run_dir, resume = (str(remote.local_dir), None) if resume is None else (None, str(remote.local_dir))
-            return run_selection.choose_run(given, run_dir, resume, stack)
 
-        path, user_config, messages = ranks.share(choose_run)
+class _OpenRun:
+    """A run while this process trains it. stack: closes what is opened."""
+
+    resolved: start.ResolvedRun
+    folder: RunFolder
+    messages: list[str]
+    """For the run's events."""
+
+    def __init__(
+        self, options: TrainOptions, ranks: Ranks, stop_request: StopRequest, stack: contextlib.ExitStack
+    ) -> None:
+        self.options, self.ranks, self.stop_request, self.stack = options, ranks, stop_request, stack
+        output: TextIO | None = sys.stderr if options.log_format == "json" else None
+        if not ranks.is_main:  # rank 0 has the terminal
+            output = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
+        self.screen = stack.enter_context(Screen(output))
+        self.stacks = TrainingStacks(Path(__file__).parents[1])
+        stack.callback(self.stacks.stop)
+        self.remote: bucket_run.BucketRun | None = None
+        self.setup: TrainSetup | None = None
+
+    def open(self, user_config: Config) -> None:
+        """Chooses the run, completes its settings, and opens its folder."""
+        ranks = self.ranks
+        path, user_config, self.messages = ranks.share(lambda: self._choose(user_config))
         with out_of_memory_as_error("looking for the batch that fits"):
-            resolved = start.resolve_run(user_config, path, ranks)
-        check_stop(stop_request, ranks)
-        folder = open_folder(
+            self.resolved = start.resolve_run(user_config, path, ranks)
+        check_stop(self.stop_request, ranks)
+        config, reasons = self.resolved.config, self.resolved.reasons
+        self.folder = open_folder(
             ranks,
             lambda: run_selection.open_run_folder(
-                resolved.config, resolved.reasons, path, run_dir, stack, messages, ranks.world_size
+                config, reasons, path, self.options.run_dir, self.stack, self.messages, ranks.world_size
             ),
         )
-        stacks.write_to(folder)
-        if remote is not None:
-            messages += remote.messages
-            stack.push(remote.finish)
+        self.stacks.write_to(self.folder)
+        if self.remote is not None:
+            self.messages += self.remote.messages
+            self.stack.push(self.remote.finish)
         if ranks.is_main:
-            stack.callback(run_selection.write_diagnosis, folder, screen.warning)
-        setup: TrainSetup | None = None
+            self.stack.callback(run_selection.write_diagnosis, self.folder, self.screen.warning)
 
-        def current_step() -> int | None:
-            return None if setup is None else setup.state.step
+    def _choose(self, user_config: Config) -> tuple[Path | None, Config, list[str]]:
+        """In rank 0. A run in a bucket is its working copy from here on."""
+        config, options = run_selection.with_absolute_paths(user_config), self.options
+        self.remote = bucket_run.join_bucket_run(
+            options.run_dir, options.resume, config,
+            stop_request=self.stop_request, stack=self.stack, note=self.screen.note,
+        )  # fmt: skip
+        if self.remote is not None:
+            local = str(self.remote.local_dir)
+            places = {"run_dir": local} if options.resume is None else {"run_dir": None, "resume": local}
+            self.options = options = msgspec.structs.replace(options, **places)
+        return run_selection.choose_run(config, options.run_dir, options.resume, self.stack)
 
-        def log_event(kind: str, text: str, /, **data: Any) -> None:
-            """Prints a line and writes the same line into the run's events."""
-            (screen.warning if kind in WARNING_KINDS else screen.note)(text)
-            folder.event(kind, text, step=current_step(), **data)
-
+    def train(self, started_s: float, on_hang: Callable[[int], object] | None) -> Result:
+        """Trains, and records the end."""
         try:
-            if ranks.is_main:
-                stop = functools.partial(stop_request.request, "an alert")
-                stack.enter_context(monitoring(folder, monitor, stop=stop, log=log_format))
+            if self.ranks.is_main:
+                stop = functools.partial(self.stop_request.request, "an alert")
+                watch = monitoring(self.folder, self.options.monitor, stop=stop, log=self.options.log_format)
+                self.stack.enter_context(watch)
+            vertex = vertex_folders() if self.ranks.is_main else VertexFolders()
             with (
-                ranks.explaining(),
+                self.ranks.explaining(),
                 out_of_memory_as_error("training"),
-                contextlib.nullcontext() if remote is None else remote.uploading(stop_request, log_event),
-                copying_results(folder.path, vertex if ranks.is_main else VertexFolders(), log_event),
+                contextlib.nullcontext()
+                if self.remote is None
+                else self.remote.uploading(self.stop_request, self.log_event),
+                copying_results(self.folder.path, vertex, self.log_event),
             ):
-                _print_settings(screen, resolved, verbose=verbose)
-                for line in messages:
-                    log_event("info", line)
-                processes = start.start_worker_processes(resolved, log_event, stack_reader=stacks.pid)
-                if processes is not None:
-                    stack.callback(processes.close)
-                    stacks.note_workers(processes.pids)
-                setup, loaded = start.build(
-                    resolved, folder, log_event, processes, accept_changed_data=accept_changed_data
-                )
-                stack.callback(setup.loader.close)
-                stack.callback(stacks.stop)
-                notices = NoticeWatcher(
-                    lambda notice: stop_request.request(notice.reason, grace_s=notice.grace_s), log_event
-                )
-                stack.callback(notices.stop)
-                notices.start()
-                check_stop(stop_request, ranks)
+                setup, loaded = self._build()
                 training = Training(
-                    setup, loaded, screen, stop_request, started_s, log_event,
-                    trace=trace, on_hang=os._exit if exit_when_hung else None, stop_stacks=stacks.stop,
-                    adapts_interval="checkpoint_every" in resolved.reasons,
+                    setup, loaded, self.screen, self.stop_request, started_s, self.log_event,
+                    trace=self.options.trace, on_hang=on_hang, stop_stacks=self.stacks.stop,
+                    adapts_interval="checkpoint_every" in self.resolved.reasons,
                 )  # fmt: skip
                 loaded = None  # its memory is free from here on
                 metrics = training.run()
@@ -163,9 +162,39 @@ def train(
             kind = "preempted" if isinstance(error, Preempted) else "failed"
             text = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
             exit_code = {"exit_code": error.exit_code} if isinstance(error, StokerError) else {}
-            folder.event(kind, text, step=current_step(), **exit_code)
+            self.folder.event(kind, text, step=self._step(), **exit_code)
             raise
-        return Result(folder.path, setup.state.step, metrics)
+        return Result(self.folder.path, setup.state.step, metrics)
+
+    def _build(self) -> tuple[TrainSetup, LoadedCheckpoint | None]:
+        """What the loop works with; watches for notices of a preemption from then on."""
+        _print_settings(self.screen, self.resolved, verbose=self.options.verbose)
+        for line in self.messages:
+            self.log_event("info", line)
+        processes = start.start_worker_processes(self.resolved, self.log_event, stack_reader=self.stacks.pid)
+        if processes is not None:
+            self.stack.callback(processes.close)
+            self.stacks.note_workers(processes.pids)
+        self.setup, loaded = start.build(
+            self.resolved, self.folder, self.log_event, processes, accept_changed_data=self.options.accept_changed_data
+        )
+        self.stack.callback(self.setup.loader.close)
+        self.stack.callback(self.stacks.stop)
+        notices = NoticeWatcher(
+            lambda notice: self.stop_request.request(notice.reason, grace_s=notice.grace_s), self.log_event
+        )
+        self.stack.callback(notices.stop)
+        notices.start()
+        check_stop(self.stop_request, self.ranks)
+        return self.setup, loaded
+
+    def _step(self) -> int | None:
+        return None if self.setup is None else self.setup.state.step
+
+    def log_event(self, kind: str, text: str, /, **data: Any) -> None:
+        """Prints a line and writes the same line into the run's events."""
+        (self.screen.warning if kind in WARNING_KINDS else self.screen.note)(text)
+        self.folder.event(kind, text, step=self._step(), **data)
 
 
 def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:

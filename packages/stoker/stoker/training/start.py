@@ -83,36 +83,39 @@ def resolve_run(
     is downloaded. Raises StokerError."""
     ranks = ranks or Ranks()
     devices = devices or ranks.devices()
-    stored = ranks.share(lambda: None if path is None else from_toml(path / CONFIG))
-    if stored is not None:
-        changed = user_config.of_attempt()
-        reasons = {name: reason for name, reason in stored[1].items() if name not in changed}
-        stored = stored[0].replace(**changed), reasons
-    requested = user_config if stored is None else stored[0]
-    if path is not None and (unknown := models.unset_fields(requested)):
-        raise CheckpointError(
-            "The run was started by an earlier version of stoker and cannot be continued exactly.",
-            location=path / CONFIG,
-            cause=f"it has no value for {', '.join(unknown)}",
-            fix=f"continue with the version that started it, or start a new run with --weights {path / BEST}",
-        )
-    check_config(requested)
-    check_image_size(requested)
-    device = select_device(ranks.device_name(requested.run.device))
-    require_meant_device(device, requested.run.device)
+    config, reasons = user_config, dict[str, str]()
+    if path is not None:
+        config, reasons = ranks.share(lambda: _read_run_config(path, user_config))
+    check_config(config)
+    check_image_size(config)
+    device = select_device(ranks.device_name(config.run.device))
+    require_meant_device(device, config.run.device)
     device.prepare_for_fixed_shapes()
-    index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
-    limits = requested.data.max_bad_fraction, requested.data.max_bad_boxes
-    refuse(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1])
-    if stored is None:
+    index = ranks.locally_first(lambda: open_index_of(config.data))  # one rank writes its cache, the others read it
+    refuse(index, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes)
+    if path is None:
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices, fetch))
     else:
-        config, reasons = stored
         check_devices(config, devices.count)
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)
         config, reasons = config.replace(sync=method), reasons | {"sync": reason}
     return ResolvedRun(config, reasons, device, index, ranks)
+
+
+def _read_run_config(path: Path, user_config: Config) -> tuple[Config, dict[str, str]]:
+    """The settings of a run and the reasons of those that were derived, with what the user gives for this attempt."""
+    changed = user_config.of_attempt()
+    config, reasons = from_toml(path / CONFIG)
+    config = config.replace(**changed)
+    if missing := models.unset_fields(config):
+        raise CheckpointError(
+            "The run was started by an earlier version of stoker and cannot be continued exactly.",
+            location=path / CONFIG,
+            cause=f"it has no value for {', '.join(missing)}",
+            fix=f"continue with the version that started it, or start a new run with --weights {path / BEST}",
+        )
+    return config, {name: reason for name, reason in reasons.items() if name not in changed}
 
 
 def start_worker_processes(
