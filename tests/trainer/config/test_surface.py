@@ -213,7 +213,7 @@ def test_the_file_on_the_page_is_a_file_of_settings(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(PAGE.read_text().partition("```toml\n")[2].partition("```")[0])
     config, reasons = from_toml(path)
-    settings.check(config)
+    settings.check_config(config)
     assert (config.data.image_size, config.run.max_duration, reasons) == ((320, 320), "12ep", {})
 
 

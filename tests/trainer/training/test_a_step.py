@@ -30,7 +30,7 @@ def named_functions() -> list[tuple[str, CodeType]]:
     found = []
     for _, name, path in rows:
         module: Any = importlib.import_module(path.replace("/", "."))
-        owner = importlib.import_module("stoker.training.parallel") if name.startswith("One.") else module
+        owner = importlib.import_module("stoker.training.parallel") if name.startswith("SingleProcess.") else module
         function = reduce(getattr, name.split("."), owner)
         assert function.__code__.co_filename.endswith(f"{path}.py"), f"{name} is not in {path}.py"
         found.append((name, function.__code__))

@@ -24,7 +24,7 @@ HUB_FILE = "https://huggingface.co/{}/resolve/main/model.safetensors"
 
 
 class ComputeCost(msgspec.Struct, frozen=True, kw_only=True):
-    """For 80 classes at `default_image_size`. `python -m tests.trainer.models.test_table` computes these numbers."""
+    """Costs for 80 classes at `default_image_size`, computed by `python -m tests.trainer.models.test_table`."""
 
     gflop: float
     """GFLOPs to process one image, before NMS: multiplications and additions of convolutions and matrix products."""
@@ -61,7 +61,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Arguments of the family's builder."""
     description: str
     num_params: int
-    """For 80 classes with the default settings. Frozen norms have no parameters."""
+    """Parameters for 80 classes with the default settings. Frozen norms have none."""
     cost: ComputeCost
     recipe: str
     """Name in knowledge/recipes.toml of the default training settings."""
@@ -131,9 +131,9 @@ class EmberNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     depths: tuple[int, ...]
     """Blocks at strides 4, 8, 16 and 32."""
     channels: tuple[int, ...]
-    """Of the neck, at strides 8, 16 and 32."""
+    """Channels of the neck, at strides 8, 16 and 32."""
     num_blocks: int = 1
-    """Of a layer of the neck."""
+    """Blocks of a layer of the neck."""
     head_depth: int = 2
     """Convolutions of a head before its last one."""
 
@@ -227,5 +227,5 @@ def model_name(text: str) -> str:
 
 
 def find_architecture(name: str) -> Architecture | None:
-    """By the name of a row or of a network, or by a recipe file. Raises ConfigError for a wrong file."""
+    """The architecture by the name of a row or a network, or by a recipe file. Raises ConfigError for a wrong file."""
     return read_architectures().get(name) or architecture_of(model_name(name))

@@ -417,7 +417,7 @@ def valid_values(name: str) -> tuple[str, ...]:
 
 _EXAMPLES = {"yes or no": "true", "two whole numbers": "[320, 320]", "two numbers": "[0.5, 2.0]",
              "numbers": "[0.5, 1.0]", "names": '["cat", "dog"]', "text": '"…"'}  # fmt: skip
-"""Of values in TOML, where a number alone is not meant."""
+"""Examples of values in TOML that are not numbers alone."""
 
 
 def _convert(tables: dict[str, dict[str, Any]], path: Path | None, text: str = "") -> Config:

@@ -10,7 +10,7 @@ from stoker_watch.errors import ConfigError
 Kind = Literal["plain", "bf16", "powersgd", "every", "auto"]
 
 DEFAULT_BUCKET_MIB, DEFAULT_RANK, DEFAULT_EVERY = 25, 4, 8
-"""Of DistributedDataParallel; of PowerSGD, whose paper uses 1 to 4; steps between two averages."""
+"""MiB as DistributedDataParallel has them; rank of PowerSGD, whose paper uses 1 to 4; steps between two averages."""
 CHOICES = ("plain", "bf16", "powersgd:4", "every:8", "auto")
 _NUMBERS: dict[str, tuple[int, int, int]] = {
     "plain": (DEFAULT_BUCKET_MIB, 1, 4096),

@@ -48,7 +48,7 @@ class CocoMatches:
     pair_detection: NDArray[np.int64]
     """[P], position in `order` of each pair of boxes of an image with an IoU of at least MIN_PAIR_IOU, ascending."""
     pair_gt: NDArray[np.int64]
-    """[P]."""
+    """[P], the ground truth box of each pair."""
     pair_iou: NDArray[np.float64]
     """[P], IoU; for a crowd region, the fraction of the detection inside it."""
     tp: ThresholdBits
@@ -289,7 +289,7 @@ def _mean(part: NDArray[np.float64]) -> float | None:
 
 
 def only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
-    """Both without the images that are in only one of them."""
+    """Both without the images that only one of them has."""
     image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
     mask = np.isin(gt.image_index, image_indices)
     columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}

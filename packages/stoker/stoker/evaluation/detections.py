@@ -81,6 +81,5 @@ def boxes_in_image(
 
 
 def empty_detections(image_indices: Sequence[int] = ()) -> Detections:
-    """No detections in `image_indices`."""
     nothing = boxes_in_image(np.zeros((0, 4), np.float32), np.zeros(0, np.int64))
     return dataclasses.replace(nothing, image_indices=np.asarray(image_indices, np.int64))

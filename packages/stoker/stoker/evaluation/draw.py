@@ -30,7 +30,7 @@ class ImageWithBoxes:
     """An image with its ground truth boxes and detections."""
 
     path: Path
-    """For messages."""
+    """The path that messages show."""
     load_image: Callable[[int], tuple[NDArray[np.uint8], tuple[int, int]]]
     """Maximum side in pixels → (thumbnail, uint8 [h, w, 3] RGB; original height and width, to which the boxes refer).
     Reads the image in the calling thread; raises the errors of reading."""

@@ -74,7 +74,7 @@ class ErrorAnalysis:
     related_gt: NDArray[np.int64]
     """[M], the ground truth box of an error; -1: none."""
     is_detected: NDArray[np.bool_]
-    """[K], of each ground truth box, whether it has a true positive."""
+    """[K], whether a ground truth box has a true positive."""
     is_missed: NDArray[np.bool_]
     """[K], whether it has neither a true positive nor a localization or class error."""
 
@@ -208,8 +208,6 @@ def confusion_matrix(gt: GroundTruth, detections: Detections, analysis: ErrorAna
 
 
 class ImageF1(NamedTuple):
-    """Counts and F1 of an image."""
-
     image_index: int
     f1: float
     tp: int

@@ -196,7 +196,7 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> Metrics:
 
 
 def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
-    """As `compute_metrics`, with the precision-recall curves and the matches."""
+    """The metrics of `compute_metrics`, with the precision-recall curves and the matches."""
     require_boxes(gt)
     evaluated_gt, evaluated_detections = only_evaluated(gt, detections)
     result = coco.compute_metrics(evaluated_gt, evaluated_detections)

@@ -25,9 +25,9 @@ import msgspec
 STAGE = "stage: "
 """Begins a line on stderr that names the stage."""
 MAX_RELATIVE_ERROR = 0.02
-"""Of a result in fp32 or TF32, relative to the largest value: TF32 keeps 10 bits, a convolution adds 576 products."""
+"""Error in fp32 or TF32, relative to the largest value: TF32 keeps 10 bits, a convolution adds 576 products."""
 SIDE = 4096
-"""Of the matrices whose product is timed: 137 GFLOP, large enough to be at full speed."""
+"""Side of the matrices whose product is timed: 137 GFLOP, large enough to be at full speed."""
 
 NVIDIA_VENDOR = "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302")
@@ -107,7 +107,7 @@ class CudaGpu(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     wrong: bool = False
     tflops: float | None = None
-    """Of bf16 (fp16 where there is none) matrix products."""
+    """TFLOPS of matrix products in bf16, or fp16 where there is none."""
 
     @property
     def arch(self) -> str:
@@ -131,7 +131,7 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Architectures that torch has kernels for: sm_90, compute_90 (PTX, compiled by the driver)."""
     devices: list[CudaGpu] = []
     cudnn: int | None = None
-    """91002 is 9.10.2."""
+    """Version as cuDNN has it: 91002 is 9.10.2."""
     cudnn_error: str = ""
     cudnn_required: str | None = None
     """Version of the package that torch requires: 9.10.2.21."""
@@ -267,7 +267,7 @@ def _relative_error(result: Any, expected: Any) -> float:
 
 
 def _measure_tflops(device: Any, seconds: float) -> float | None:
-    """None without room for the matrices."""
+    """TFLOPS of matrix products; None without room for the matrices."""
     import torch
 
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

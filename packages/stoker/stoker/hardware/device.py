@@ -160,7 +160,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes. `peak`: maximum that this process had allocated (on a CPU: its resident memory now)."""
+    """Bytes of memory. peak: the most that this process had allocated (on a CPU: its resident memory now)."""
 
     total: int
     free: int
@@ -266,7 +266,7 @@ class ReadyEvent:
             self._event.wait()
 
     def block_stream(self, stream: torch.Stream | None) -> None:
-        """The same for another stream; None on a CPU."""
+        """As `block_main_stream`, for another stream; None on a CPU."""
         if self._event is not None and stream is not None:
             self._event.wait(stream)
 

@@ -25,7 +25,7 @@ class DeviceLink:
     """What connects neighbors in a ring of devices."""
 
     latency_s: float
-    """Of a message."""
+    """Seconds of a message."""
     bytes_per_s: float
     has_tree: bool = False
     """Whether sums may also go along a tree: NCCL does so between machines, gloo does not."""
@@ -36,17 +36,17 @@ class Workload:
     """A step of one device, and what it has to send."""
 
     compute_s: float
-    """Without any exchange."""
+    """Seconds without any exchange."""
     gradient_bytes: float
     spread: float = 0.0
     """Standard deviation of the devices' step times, divided by their mean."""
     low_rank_fraction: float = LOW_RANK_FRACTION
     weight_bytes: float | None = None
-    """None: as many as of gradients."""
+    """Bytes of the weights; None: as many as of gradients."""
     compression_s: float = 0.0
-    """Of PowerSGD's products and orthogonalization, for each rank of the approximation."""
+    """Seconds of PowerSGD's products and orthogonalization, for each rank of the approximation."""
     cast_s: float = 0.0
-    """Of turning the gradients into half as many bytes, and back."""
+    """Seconds to turn the gradients into half as many bytes, and back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +54,11 @@ class StepCost:
     """Seconds of a step of N devices, as a mean over steps."""
 
     compute_s: float
-    """Of one device, with what the method adds."""
+    """Seconds of one device, with what the method adds."""
     straggler_s: float
-    """Waiting for the slowest."""
+    """Seconds of waiting for the slowest."""
     exposed_s: float
-    """Exchange that no computation hides."""
+    """Seconds of exchange that no computation hides."""
 
     @property
     def total_s(self) -> float:

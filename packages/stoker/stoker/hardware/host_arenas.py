@@ -9,9 +9,9 @@ from torch import Tensor
 from stoker.hardware.device import Device
 
 CHUNK_BYTES = 2**26
-"""Of pinned memory (`HostArenas`). A larger tensor has a chunk of its own."""
+"""Bytes of a chunk of pinned memory. A larger tensor has a chunk of its own."""
 ALIGNMENT_BYTES = 64
-"""Of every tensor in it: more than any data type needs."""
+"""Alignment of every tensor in it: more than any data type needs."""
 
 
 class ArenaLease:

@@ -20,7 +20,7 @@ _NO_CONVOLUTION = "unable to find an engine to execute this computation"
 """What torch says where every convolution of cuDNN failed, also if each was only short of memory for its workspace
 (aten/src/ATen/native/cudnn/Conv_v8.cpp)."""
 LITTLE_MEMORY_FRACTION = 1 / 16
-"""Of a device's memory: assumed to be more than a convolution's smallest workspace."""
+"""Fraction of a device's memory that is assumed to be more than a convolution's smallest workspace."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -52,7 +52,7 @@ PREEMPTED_TIMEOUT_S = 120.0
 FINISHED_TIMEOUT_S = 900.0
 """No preemption: time for a gigabyte over a slow connection."""
 LAST_RECORDS_TIMEOUT_S = 10.0
-"""For the last lines of the records, after the state is uploaded."""
+"""Seconds for the last lines of the records, after the state is uploaded."""
 QUIET_UPLOAD_S = 1.0
 """A shorter upload is not reported."""
 NO_LEASE_NOTE = "this bucket has no conditional writes: a second process could train the same run"
@@ -64,7 +64,6 @@ RECORDS_BYTES = 4_000_000
 MIN_STREAMED_BYTES = 16_000_000
 """Records from this size on are streamed from the disk; smaller ones are read at once, so they are consistent."""
 RETRY_DELAY_S = 30.0
-"""Delay after a failure."""
 REPLACED_FILES = (
     records.CONFIG, records.ENVIRONMENT, records.EVALUATION, records.THUMBNAILS, records.FINDINGS, records.REPORT,
     records.HANG, records.BEST, records.FINAL,
@@ -102,7 +101,7 @@ class BackgroundUploader:
         """Name → state of the file that is in the bucket."""
         self._next_upload_s: dict[str, float] = {}
         self._had_ended = False
-        """The run had ended when the present pass began."""
+        """Whether the run had ended when the present pass began."""
         self._retry_at_s = 0.0
         self._failure: str | None = None
         self._error: BaseException | None = None
@@ -143,7 +142,7 @@ class BackgroundUploader:
         return self._failure
 
     def _lacking(self) -> list[str]:
-        """What the folder has and the bucket has not."""
+        """Names of the files and checkpoints that the bucket does not have yet."""
         names = [name for name in (*REPLACED_FILES, *CHECKPOINT_RECORDS) if (self._run_dir / name).is_file()]
         lacking = [name for name in names if self._uploaded_states.get(name) != _state_of(self._run_dir / name)]
         checkpoints = [path.name for path in list_checkpoints(self._run_dir)]
@@ -267,7 +266,6 @@ class BackgroundUploader:
         self._uploaded_manifests[checkpoint_dir.name] = manifest
 
     def _delete_dropped_checkpoints(self) -> None:
-        """Deletes the checkpoints that are no longer in the folder, once the bucket has the newest."""
         local_checkpoints = [checkpoint_dir.name for checkpoint_dir in list_checkpoints(self._run_dir)]
         if not local_checkpoints or not self._uploaded_manifests.get(local_checkpoints[0]):
             return
@@ -293,7 +291,6 @@ class BackgroundUploader:
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:
-    """Inode, bytes and modification time of a file."""
     stat = path.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -304,13 +301,12 @@ class BucketRun:
 
     uri: StorageUri
     local_dir: Path
-    """The working copy."""
     messages: list[str]
-    """For the run's events."""
+    """Messages for the run's events."""
     _store: Store
     _lease: Lease | None
     _manifests: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    """Of the bucket's checkpoints; empty for an incomplete one."""
+    """Manifests of the bucket's checkpoints by name; one of an incomplete checkpoint is empty."""
     _uploader: BackgroundUploader | None = None
     _stop_request: StopRequest = dataclasses.field(default_factory=StopRequest)
 
@@ -448,7 +444,6 @@ def join_bucket_run(
 
 
 def _read_object(store: Store, key: str | None) -> bytes:
-    """The bytes of an object; empty if there is none."""
     try:
         return b"" if key is None else store.read(key)
     except ObjectMissing:
@@ -482,7 +477,7 @@ def _clear_working_copy(local_dir: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class VertexFolders:
-    """The folders that are set, without a slash at the end."""
+    """Vertex AI's folders for results, without a slash at the end; None: not set."""
 
     checkpoints: str | None = None
     model: str | None = None

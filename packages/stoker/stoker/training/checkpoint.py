@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 @dataclasses.dataclass
 class HostSnapshot:
-    """A run's state as host tensors. ready: when their copies have arrived; lease: of the memory that they are in."""
+    """A run's state as host tensors. ready: says when their copies have arrived; lease: keeps their memory."""
 
     step: int
     metadata: dict[str, str]
@@ -95,7 +95,7 @@ def snapshot(
 
 
 def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-    """Pinned memory for snapshots of these tensors, allocated now; None where there are no streams."""
+    """Allocates pinned memory for snapshots of these tensors; None where there are no streams."""
     if not device.has_streams:
         return None
     arenas = HostArenas(device)
@@ -109,13 +109,7 @@ def list_tensors(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(value, fn) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_tensors(value, fn) for value in tree)
-    return tree
+    return _pytree.tree_map_only(Tensor, fn, tree)
 
 
 def shape_of(tensor: Tensor) -> Tensor:
@@ -172,7 +166,7 @@ class CheckpointWriter:
             self._report_failure(*error)
 
     def _write_unwritten(self) -> tuple[OSError, int] | None:
-        """Writes what waits. Returns an error, of which `failure` has the text, and its step."""
+        """Writes the weights that wait. Returns an error, whose text `failure` has, and its step."""
         for name, snapshot in list(self._unwritten.items()):
             try:
                 snapshot.ready.synchronize()

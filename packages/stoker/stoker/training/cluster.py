@@ -29,7 +29,7 @@ TRAINING_TASKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
 3 are parameter servers and evaluators (cloud.google.com/vertex-ai/docs/training/distributed-training)."""
 EXAMPLE = '{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
 DEFAULT_PORT = 29500
-"""torchrun's, for a cluster whose addresses have no port."""
+"""torchrun's port, for a cluster whose addresses have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Devices:
 
     count: int = 1
     on_host: int = 1
-    """Of them on this machine, whose memory they share."""
+    """How many of them are on this machine and share its memory."""
 
 
 ONE_DEVICE = Devices()
@@ -59,11 +59,10 @@ class RankPlace:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all ranks are on this machine."""
         return self.local_world_size == self.world_size
 
     def variables(self) -> dict[str, str]:
-        """As torchrun sets them; `find_place` reads them."""
+        """The variables that torchrun sets and `find_place` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -182,7 +181,7 @@ def _read_torchrun(env: Mapping[str, str]) -> RankPlace | None:
 
 
 def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
-    """Of the first of VARIABLES that names processes which train: Vertex AI sets both."""
+    """Reads the first of VARIABLES that names processes which train: Vertex AI sets both."""
     for variable in VARIABLES:
         if not env.get(variable, "").strip():
             continue
@@ -219,7 +218,7 @@ def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
 
 
 def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
-    """A task of `srun`. The batch script itself has no SLURM_STEP_NUM_TASKS: it is one process, whatever --ntasks."""
+    """Reads the place of a task of `srun`. The batch script has no SLURM_STEP_NUM_TASKS: it is one process."""
     if not env.get("SLURM_STEP_NUM_TASKS"):
         return None
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))

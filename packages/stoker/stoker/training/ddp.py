@@ -126,7 +126,7 @@ docs/devices.md). 0.5 is the momentum of MuLoCo for rounds of 30 (Therien et al.
 
 
 class LocalSteps:
-    """Every method is called by all ranks at the same step."""
+    """The outer optimizer of DiLoCo. All ranks call each method at the same step."""
 
     def __init__(self, optimizer: OptimizerStep, ranks: Ranks, every: int) -> None:
         self._optimizer, self._ranks, self._every = optimizer, ranks, every
@@ -150,7 +150,7 @@ class LocalSteps:
         self._optimizer.keep_running_stats()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps besides."""
+        """Its part of a checkpoint."""
         return {"anchor": self._anchor, "momentum": self._momentum}
 
     def load(self, state: dict[str, Any] | None) -> None:
@@ -163,7 +163,7 @@ class LocalSteps:
             self._momentum = state["momentum"].to(weights, copy=True)
 
     def _mean(self, own: Tensor) -> Tensor:
-        """Over the ranks, in place."""
+        """Replaces a tensor by its mean over the ranks."""
         dist.all_reduce(own)
         return own.div_(self._ranks.world_size)
 
@@ -175,7 +175,7 @@ def outer_step(anchor: Tensor, momentum: Tensor, gradient: Tensor) -> None:
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:
-    """Copies of all, one after the other [N]."""
+    """Copies of all tensors, one after the other [N]."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -187,10 +187,10 @@ def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
 
 
 class _Replicas(MultiProcess):
-    """What both have in common: every rank has the whole model."""
+    """Ranks that each have the whole model."""
 
     keeper: GradientHook | LocalSteps | None = None
-    """Keeps something from step to step that is not the same in all ranks."""
+    """What is kept from step to step and differs between ranks."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)

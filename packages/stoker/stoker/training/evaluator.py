@@ -69,8 +69,6 @@ class PendingEvaluation:
 
 
 class _EvalTask:
-    """An evaluation whose metrics are being computed."""
-
     def __init__(self, pending: PendingEvaluation, best_ap: float) -> None:
         self.pending, self.best_ap = pending, best_ap
         self.publishing = threading.Lock()
@@ -104,14 +102,13 @@ class Evaluator:
         self._task: _EvalTask | None = None
         self.best_ap, self.evals_since_best, self.evaluated_step = -1.0, 0, -1
         self._written_ap = -1.0
-        """Of best.safetensors, which an earlier attempt may have written after its last checkpoint."""
+        """AP of best.safetensors, which an earlier attempt may have written after its last checkpoint."""
         self._pending: PendingEvaluation | None = None
         """The last evaluation, if its metrics were not known when the state was saved."""
         self._metrics: Metrics | None = None
-        """Of the newest evaluation of this attempt whose metrics are known."""
+        """Metrics of the newest evaluation of this attempt, as far as they are known."""
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint."""
         return {
             "best_ap": self.best_ap,
             "evals_since_best": self.evals_since_best,
@@ -248,7 +245,7 @@ class Evaluator:
         threading.Thread(target=run, name="stoker-scorer", daemon=True).start()
 
     def _compute_metrics(self, task: _EvalTask) -> Metrics | None:
-        """None: it was canceled, and nothing is written. Called by the thread of the task."""
+        """Computes, writes and reports the metrics, in a thread. None: it was canceled, and nothing is written."""
         setup, step, detections = self._setup, task.pending.step, task.pending.detections
         result = compute_coco_result(self._ground_truth, detections)
         metrics = result.metrics

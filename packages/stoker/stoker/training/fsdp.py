@@ -42,7 +42,7 @@ class Sharding:
 
     @classmethod
     def over(cls, ranks: Ranks, device: torch.device) -> "Sharding":
-        """Among all ranks, which compute on devices of this kind."""
+        """Divides models among all ranks, which compute on devices of this kind."""
         # Of modules that return views; no model changes one in place (test_shard.py has all families).
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         return cls(ranks, init_device_mesh(device.type, (ranks.world_size,)))

@@ -27,10 +27,9 @@ BEAT_S = 1.0
 FRESH_S = 20.0
 """A rank is never taken for frozen before: a loaded machine may let a thread wait for seconds."""
 CALL_TIMEOUT_S = 5.0
-"""For what another thread asks the store, or the disk."""
+"""Seconds that a thread waits for the store or the disk."""
 POLL_S = 0.05
 FAILURE, DONE = "stoker/failure", "stoker/done"
-"""Keys of what the ranks publish."""
 _BEAT = "stoker/beat/{}"
 
 
@@ -45,11 +44,10 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Heartbeats:
-    """Those of this rank and of the ranks that it watches. `tick` and what is asked are for one thread."""
+    """The heartbeats of this rank and of the ranks that it watches. One thread calls `tick` and what reads them."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.progresses = True
-        """What this rank says of itself."""
         self.limit_s = math.inf
         """Seconds of silence after which a rank is frozen."""
         self.published: dict[str, bytes] = {}
@@ -66,15 +64,15 @@ class Heartbeats:
         self._write()
 
     def start(self) -> None:
-        """After all ranks have made theirs."""
+        """Begins to write; call it after all ranks have made their heartbeats."""
         self._thread.start()
 
     def hurry(self) -> None:
-        """From here on, what is published is waited for."""
+        """Reads more often from here on, as somebody waits for what is published."""
         self._hurries.set()
 
     def stop(self) -> None:
-        """Before the store goes."""
+        """Ends the thread, before the store goes."""
         self._stopped.set()
         self.hurry()
         self._thread.join(CALL_TIMEOUT_S)

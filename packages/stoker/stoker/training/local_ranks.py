@@ -36,7 +36,7 @@ RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
 END_GRACE_S = 8.0
 """How long the other ranks may take to end after one has failed; then they are killed."""
 MAX_OUTPUT_LINES = 12
-"""Of the output of a rank that ended without a report, in the error."""
+"""Lines of the output of a rank that ended without a report, for the error."""
 _POLL_S = 0.05
 _FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -56,7 +56,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True):
     """json writes JSON lines to stdout and text to stderr."""
     monitor: MonitoringOptions = MonitoringOptions()
     verbose: bool = False
-    """Print every setting."""
 
 
 class RankRequest(msgspec.Struct, kw_only=True):
@@ -124,7 +123,7 @@ class _Starter:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._places = make_places(devices)
         self._signals: list[int] = []
-        """That were forwarded."""
+        """Signals that were forwarded."""
 
     def start(self) -> None:
         data = msgspec.json.encode(self._request) + b"\n"
@@ -167,7 +166,7 @@ class _Starter:
             time.sleep(_POLL_S)
 
     def _is_failure(self, code: int | None) -> bool:
-        """Not the end by a signal that it was sent while it started, before it handled any."""
+        """Whether a rank failed; an end by a signal that was forwarded while it started is no failure."""
         return code not in (None, 0, Preempted.exit_code, *(-signum for signum in self._signals))
 
     def _report_death(self, codes: list[int | None]) -> None:
@@ -179,7 +178,7 @@ class _Starter:
                 write_report(RankFailure.of(place.rank, self._make_killed_error(place.rank, code)), str(self._reports))
 
     def kill(self) -> None:
-        """Ends what is left, with all that it started."""
+        """Kills the ranks that still run, with all that they started."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -191,7 +190,7 @@ class _Starter:
                     process.stdin.close()
 
     def read_result(self) -> Result:
-        """What rank 0 left. Raises the error of the rank that ended first."""
+        """The result that rank 0 left. Raises the error of the rank that ended first."""
         codes, path = [process.returncode for process in self._processes], self._reports / RESULT
         if 130 in codes:
             raise KeyboardInterrupt("a second time; earlier checkpoints are in the run")
@@ -216,7 +215,7 @@ class _Starter:
 
 
 def make_places(devices: int) -> list[RankPlace]:
-    """Of the ranks of this machine, which is one of several where the environment says so."""
+    """The places of the ranks of this machine, which is one of several where the environment says so."""
     machine = find_place()
     host, port = ("127.0.0.1", find_free_port()) if machine is None else (machine.host, machine.port)
     first, machines = (0, 1) if machine is None else (machine.rank * devices, machine.world_size)

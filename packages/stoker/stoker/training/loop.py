@@ -112,7 +112,7 @@ class Training:
         return metrics
 
     def train_to_the_end(self) -> Metrics | None:
-        """All steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""
+        """Does all steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""
         state = self.state
         try:
             self.parallel.reserve_snapshots(collect_state(self.setup, self.parts) | {"pending_eval": None})
@@ -136,7 +136,7 @@ class Training:
         return metrics
 
     def run_steps(self) -> None:
-        """Steps, and what is due after each, until the length is reached or the training diverged."""
+        """Does steps, and what is due after each, until the length is reached or the training diverged."""
         state = self.state
         self.evaluator.before_steps()
         while state.diverged_step is None and self.setup.progress < 1 and not self.evaluator.is_out_of_patience:
@@ -149,7 +149,7 @@ class Training:
             self.log_event("info", f"stopped at step {state.step:,}: {found}, whose weights are {BEST}")
 
     def step(self) -> None:
-        """One optimizer step: load a batch, train on it, agree on what follows."""
+        """Loads a batch, trains on it, agrees on what follows."""
         state, start_s = self.state, time.perf_counter()
         with self.ledger.phase("input_wait"):
             batch = self.parallel.next_batch(self.setup.loader)
@@ -210,7 +210,6 @@ class Training:
         self.recorder.finish_ranks()
 
     def watchdog(self) -> contextlib.AbstractContextManager[object]:
-        """What ends the training if it hangs."""
         if self.hang_detector.limit_s == math.inf:
             return contextlib.nullcontext()
         return Watchdog(
@@ -246,7 +245,6 @@ class Saver:
         self._shortest_s = self.trigger.interval_s
 
     def after_step(self) -> None:
-        """Saves if it is due."""
         if self._parallel.agreed.save or self.trigger.is_due_at(self._setup.state.step):
             self.save()
 
@@ -281,7 +279,6 @@ class Saver:
             self._log_event("info", f"{text}: training waits {pause_s:.2g} s, the write takes {write_s:.2g} s")
 
     def save_final(self, metrics: Metrics) -> None:
-        """Writes the final weights."""
         with self._ledger.phase("checkpoint"):
             snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
             if snapshot is not None:

@@ -144,7 +144,7 @@ MIN_STEPS = 20
 
 
 def cost() -> tuple[int, int]:
-    """Of a sweep: its steps, in lengths of a training of the first round, and its trainings."""
+    """(steps of a sweep, in lengths of a training of the first round; number of its trainings)."""
     count, length, trainings = len(grid(1.0)), 0, 0
     for number in range(RUNGS):
         length, trainings, count = length + count * 2**number, trainings + count, -(-count // 2)

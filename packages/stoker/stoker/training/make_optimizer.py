@@ -25,7 +25,7 @@ class Clipped(NamedTuple):
     found_inf: Tensor
     """1 if a gradient is not finite: the step is skipped."""
     divisor: Tensor | None
-    """Of the gradients: clips them and undoes the loss scale."""
+    """Divides the gradients, to clip them and to undo the loss scale."""
     tensor_norms: Tensor | None = None
     """float32 [number of gradients]: the norm of each, in the order of `names`; None where ranks have parts of them."""
 

@@ -64,7 +64,7 @@ class CudaCapture:
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
-        """A context for steps before the capture."""
+        """In the block, steps prepare the capture."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
@@ -131,7 +131,7 @@ def has_failed(run: Path) -> bool:
 
 
 def make_parallel(setup: TrainSetup, log_event: EventLogger) -> SingleProcess:
-    """What this training needs. torch.distributed is not imported for one process."""
+    """Makes what this training needs. torch.distributed is not imported for one process."""
     if setup.ranks.alone:
         return SingleProcess(setup, log_event)
     if setup.is_staged:
@@ -149,14 +149,14 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> SingleProcess:
 
 
 class Step:
-    """Trains on a batch."""
+    """The step of a training, made again when micro-batches become smaller."""
 
     def __init__(self, attempt: LoopContext) -> None:
         self._attempt = attempt
         self._make()
 
     def _make(self) -> None:
-        """The step for the present size of a micro-batch."""
+        """Makes the step for the present size of a micro-batch."""
         parallel, setup = self._attempt.parallel, self._attempt.setup
         self._train: Callable[[Batch], None] = functools.partial(train_step, parallel)
         if setup.config.run.cuda_graph and parallel.can_be_captured and not has_failed(setup.folder.path):
@@ -178,7 +178,7 @@ class Step:
             )
 
     def __call__(self, batch: Batch, signals: Signals) -> None:
-        """signals: of this process, for the others."""
+        """One step with this batch. signals: what this process tells the others."""
         attempt, state = self._attempt, self._attempt.state
         attempt.parallel.send_with_step(signals)
         while True:
@@ -203,7 +203,6 @@ def choose_kernels(setup: TrainSetup, log_event: EventLogger) -> None:
 
 
 def _read_choice(setup: TrainSetup) -> dict[str, bool] | None:
-    """What an earlier attempt of the run chose."""
     found = [event.data["kernels"] for event in read_lines(setup.folder.path, EVENTS, Event) if "kernels" in event.data]
     return found[-1] if found else None
 
@@ -241,7 +240,7 @@ def try_kernel(compare: Callable[[], tuple[float, float, float] | None]) -> tupl
 
 
 def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float] | None:
-    """Of all fused convolutions of a forward pass, each shape timed alone; the backward pass is the same. Where the
+    """Compares all fused convolutions of a forward pass, each shape alone; the backward pass is the same. Where the
     step is compiled, what the compiler makes of bias, residual and ReLU is one pass over the map."""
     recorder = _ConvRecorder()
     use_fused_convs(setup.model, True)
@@ -275,14 +274,12 @@ def _evaluate(setup: TrainSetup, batch: Batch) -> Any:
 
 
 def _as_compiled(x: Tensor, weight: Tensor, residual: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:
-    """The time, not the values: the one pass reads and writes what the compiler's does."""
+    """Takes the time of a compiled step, not its values: the one pass reads and writes what the compiler's does."""
     output = torch.conv2d(x, weight, None, *geometry)
     return output.relu_() if residual is None else output.add_(residual)
 
 
 class _ConvRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
-    """Counts the fused convolutions by their shapes and geometry."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: dict[tuple[Any, Any], int] = {}
@@ -304,7 +301,7 @@ def _random(layout: tuple[Any, ...]) -> Tensor:
 
 
 def compare_losses(setup: TrainSetup, batch: Batch) -> tuple[float, float, float] | None:
-    """Of the losses and their gradients, compiled where the step is."""
+    """Compares the losses and their gradients, compiled where the step is."""
     model = setup.model
     if not isinstance(model, RetinaNet):
         return None
@@ -330,7 +327,7 @@ def compare_losses(setup: TrainSetup, batch: Batch) -> tuple[float, float, float
 
 
 def measure_in_turn(separate: Callable[[], object], fused: Callable[[], object], device: Device) -> tuple[float, float]:
-    """Seconds of a call of each."""
+    """Seconds of a call of each side."""
     best_s = [math.inf, math.inf]
     for round in range(ROUNDS + 1):
         for side, compute in enumerate((separate, fused)):

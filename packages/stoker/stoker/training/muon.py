@@ -26,9 +26,9 @@ NUM_ITERATIONS = 3
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the iteration, of Jordan et al.: the steepest polynomial at 0 that stays near 1."""
 RMS = 0.2
-"""Of an update at a learning rate of 1: about AdamW's (Liu et al.)."""
+"""RMS of an update at a learning rate of 1: about AdamW's (Liu et al.)."""
 MIN_SQUARED_NORM = 1e-14
-"""Of a momentum, below which its update vanishes with it, as Jordan et al. have it."""
+"""Squared norm of a momentum below which its update vanishes with it, as Jordan et al. have it."""
 MIN_CHANNELS = 4
 """Input channels of a kernel: that of an image's three is not a matrix between features."""
 
@@ -93,17 +93,17 @@ class _KernelGroup:
         ]
 
     def _by_side(self, of_shapes: list[Item]) -> list[list[Item]]:
-        """What there is of each shape, in lists of shapes with the same smaller side."""
+        """Groups one item per shape into lists of shapes with the same smaller side."""
         paired = zip(self._shapes, of_shapes, strict=True)
         return [[item for _, item in pairs] for _, pairs in itertools.groupby(paired, lambda pair: min(pair[0][0]))]
 
     def _stacks(self, flat: Tensor) -> list[Tensor]:
-        """Of all kernels, to the matrices [N, O, I · h · w] of each shape."""
+        """Splits values of all kernels into matrices [N, O, I · h · w] of each shape."""
         parts = torch.split(flat, [count * shape[0] * shape[1] for shape, count in self._shapes])
         return [part.view(count, *shape) for part, (shape, count) in zip(parts, self._shapes, strict=True)]
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Of all kernels, to the matrix of each."""
+        """Splits values of all kernels into the matrix of each."""
         return [matrix for stack in self._stacks(flat) for matrix in stack.unbind()]
 
     def step(self, divisor: Tensor | None, found_inf: Tensor) -> None:

@@ -16,7 +16,7 @@ def stats_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
-    """Between the statistics of `model` and `flat`, where they are not views of it."""
+    """Copies between the statistics of `model` and `flat`, where they are not views of it."""
     if flat.device.type not in XLA_KINDS or not flat.numel():
         return
     buffers = [getattr(module, name) for module, name in stats_of(model)]

@@ -43,7 +43,7 @@ class ModelDivision(Protocol):
         """This rank's part of a tensor."""
 
     def distributed(self, rows: Tensor, like: Any) -> Tensor:
-        """The reverse, as `gather` takes it; like: the parameter of the model."""
+        """The reverse of `rows`, as `gather` takes it; like: the parameter of the model."""
 
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         """`model.load_state_dict` of whole tensors."""
@@ -84,7 +84,7 @@ class OptimizerStep:
         parts = {parameter: _own_part(parameter) for parameter in self._parameters}
         self._trainable_params: list[Tensor] = list(parts.values())
         self.names = [n for n, p in model.named_parameters() if p in parts]
-        """Of the trained parameters."""
+        """Names of the trained parameters."""
         by_name = dict(self.ema_model.named_parameters())
         self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in self.names]
         self.is_updated = False
@@ -110,7 +110,7 @@ class OptimizerStep:
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale)
 
     def step(self, lr: float, completed_steps: int) -> tuple[Tensor, Tensor]:
-        """All that follows the backward pass. Returns (grad_norm, found_inf)."""
+        """Does all that follows the backward pass. Returns (grad_norm, found_inf)."""
         self.set_scalars(lr, completed_steps)
         clipped = self.clip()
         self.update(clipped)
@@ -118,7 +118,7 @@ class OptimizerStep:
         return clipped.grad_norm, clipped.found_inf
 
     def set_scalars(self, lr: float, completed_steps: int) -> None:
-        """What the next `update` uses. completed_steps: optimizer steps before it."""
+        """Sets what the next `update` uses. completed_steps: optimizer steps before it."""
         self.is_updated = False
         for group, factor in zip(self._optimizer.param_groups, self._lr_mults, strict=True):
             group["lr"] = _set_scalar(group["lr"], lr * factor)
@@ -177,7 +177,6 @@ class OptimizerStep:
         self.zero_grad()
 
     def update_ema(self) -> None:
-        """Moves the EMA weights towards the weights."""
         if self.ema_model is self.model:
             return
         with torch.no_grad():  # else autograd would keep the history of all steps
@@ -202,7 +201,6 @@ class OptimizerStep:
         copy_stats(self.model, self.norm_stats, into_model=True)
 
     def zero_grad(self) -> None:
-        """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
         if self.sharding is not None:
             self.model.zero_grad(set_to_none=True)
@@ -328,7 +326,6 @@ def _own_part(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _rows_of(tensor: Any) -> Tensor:
-    """This rank's rows of a DTensor."""
     with torch.no_grad():
         rows: Tensor = tensor.to_local()
     return rows

@@ -76,7 +76,7 @@ class SingleProcess(PlainStep):
         return self.augment_fn(batch, self.setup.progress)
 
     def send_with_step(self, signals: Signals) -> None:
-        """What others are to know of this process, with the next step."""
+        """Tells the others what this process knows, with the next step."""
 
     def limit_steps_ahead(self) -> None:
         """After a step is issued: makes the host wait until the device has ended all but MAX_STEPS_AHEAD. A fast loader
@@ -92,7 +92,7 @@ class SingleProcess(PlainStep):
         return own
 
     def agree_on_all(self) -> Signals:
-        """The same, with all steps so far. Waits for the device."""
+        """As `agree`, with all steps so far. Waits for the device."""
         return self.agreed
 
     def stops(self, is_asked: bool) -> bool:
@@ -108,10 +108,10 @@ class SingleProcess(PlainStep):
         return is_saved
 
     def after_evaluation(self) -> None:
-        """What is on its way and says that an evaluation or a checkpoint is due, is too old now."""
+        """Drops signals on their way that say that an evaluation or a checkpoint is due."""
 
     def after_save(self) -> None:
-        """The same after a checkpoint."""
+        """As `after_evaluation`, after a checkpoint."""
 
     def equalize(self) -> None:
         """Makes what processes keep from step to step the same in all, for a checkpoint or an evaluation."""
@@ -141,7 +141,7 @@ class SingleProcess(PlainStep):
         return taken
 
     def metadata(self, ap: float | None) -> dict[str, str]:
-        """Of a file with the present weights."""
+        """The metadata of a file with the present weights."""
         return msgspec.structs.replace(self.setup.metadata, step=self.setup.state.step, ap=ap).header()
 
     def wait_for_snapshot(self) -> None:

@@ -53,7 +53,6 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StokerError)
 }
-"""What a message may name."""
 _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "Broken pipe", "store")
 
 
@@ -100,7 +99,7 @@ class RankFailure(msgspec.Struct, kw_only=True):
 
 
 def _encodable(text: str) -> str:
-    """With escapes for what is no UTF-8: bytes in the names of files, which Python keeps as lone surrogates."""
+    """Escapes what is no UTF-8: bytes in the names of files, which Python keeps as lone surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -112,7 +111,6 @@ def write_report(failure: RankFailure, folder: str | None = None) -> None:
 
 
 def read_reports(folder: Path) -> list[RankFailure]:
-    """The failures that the ranks left."""
     return [msgspec.json.decode(path.read_bytes(), type=RankFailure) for path in folder.glob("failure-*.json")]
 
 
@@ -143,7 +141,7 @@ class Ranks:
         self.host_group: Any = None
         """The process group for tensors of the host; None: the group of all."""
         self.heartbeats: Heartbeats | None = None
-        """Of a rank that is connected."""
+        """Heartbeats of a rank that is connected."""
         self._explained: BaseException | None = None
         self._told: BaseException | None = None
         """The error of another rank that this one has raised, too."""
@@ -272,7 +270,6 @@ class Ranks:
         return values
 
     def share_value(self, value: Any) -> Any:
-        """The value of rank 0."""
         return self.share(lambda: value)
 
     def share_tensors(self, tree: Any) -> Any:
@@ -462,7 +459,7 @@ class Ranks:
             call_within(CALL_TIMEOUT_S, self._store.compare_set, FAILURE, "", text)
 
     def _await_failure(self, timeout_s: float) -> RankFailure | None:
-        """Of another rank."""
+        """The failure of another rank, awaited for so long."""
         heartbeats, end_s = self.heartbeats, time.monotonic() + timeout_s
         if heartbeats is None:
             return None
@@ -492,7 +489,6 @@ def divide_cores(place: RankPlace) -> None:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """(result, None) or (None, error)."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001  # all ranks raise it

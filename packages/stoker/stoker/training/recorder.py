@@ -269,7 +269,7 @@ class Recorder:
         self._window_start_s = -math.inf  # the first step has a line of its own: the initial loss
 
     def begin(self) -> None:
-        """At the first step of this attempt, and after a rollback."""
+        """Call it at the first step of this attempt, and after a rollback."""
         setup = self._setup
         if self._board is None and setup.ranks.is_main:
             warn = functools.partial(self._attempt.log_event, "warning")

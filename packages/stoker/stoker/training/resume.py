@@ -193,12 +193,10 @@ class Recovery:
         return self._setup.config.optim.lr / ROLLBACK_LR_DIVISOR**self.rollback_count
 
     def lr(self) -> float:
-        """The learning rate of the next step."""
         setup = self._setup
         return lr_at(setup.config.optim, setup.state.step, setup.progress) / ROLLBACK_LR_DIVISOR**self.rollback_count
 
     def state(self) -> dict[str, Any]:
-        """Its part of a checkpoint."""
         return {"rollbacks": self.rollback_count}
 
     def resume(self, resumed: Resumed) -> None:

@@ -46,7 +46,7 @@ from stoker_watch.storage.uri import display_path, is_uri
 IMPORTANT_SETTINGS = (
     "data", "model", "weights", "image-size", "max-duration", "batch-size", "lr", "precision", "device", "workers",
 )  # fmt: skip
-"""Those that are always printed; others only if the user set them, or with `--verbose`."""
+"""Settings that are always printed; others only if the user set them, or with `--verbose`."""
 
 
 def train(
@@ -85,7 +85,7 @@ class _OpenRun:
     resolved: start.ResolvedRun
     folder: RunFolder
     messages: list[str]
-    """For the run's events."""
+    """Messages for the run's events."""
 
     def __init__(
         self, options: TrainOptions, ranks: Ranks, stop_request: StopRequest, stack: contextlib.ExitStack
@@ -122,7 +122,7 @@ class _OpenRun:
             self.stack.callback(run_selection.write_diagnosis, self.folder, self.screen.warning)
 
     def _choose(self, user_config: Config) -> tuple[Path | None, Config, list[str]]:
-        """In rank 0. A run in a bucket is its working copy from here on."""
+        """Chooses the run, in rank 0. A run in a bucket is its working copy from here on."""
         config, options = run_selection.with_absolute_paths(user_config), self.options
         self.remote = bucket_run.join_bucket_run(
             options.run_dir, options.resume, config,
@@ -167,7 +167,7 @@ class _OpenRun:
         return Result(self.folder.path, setup.state.step, metrics)
 
     def _build(self) -> tuple[TrainSetup, LoadedCheckpoint | None]:
-        """What the loop works with; watches for notices of a preemption from then on."""
+        """Builds what the loop works with, and watches for notices of a preemption from then on."""
         _print_settings(self.screen, self.resolved, verbose=self.options.verbose)
         for line in self.messages:
             self.log_event("info", line)
@@ -205,7 +205,7 @@ def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
 
 
 def _print_settings(screen: Screen, resolved: start.ResolvedRun, *, verbose: bool) -> None:
-    """What the user set and what matters; the rest is in config.toml."""
+    """Prints what the user set and what matters; the rest is in config.toml."""
     rows = settings_table(resolved.config, resolved.reasons)
     shown = [row for row in rows if verbose or row[2] is None or row[0] in IMPORTANT_SETTINGS]
     screen.settings(shown)

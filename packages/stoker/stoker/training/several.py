@@ -86,12 +86,12 @@ class MultiProcess(SingleProcess):
         return losses
 
     def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
-        """Around a micro-batch; is_last: of the step."""
+        """A context around a micro-batch; is_last: of the step."""
         del is_last
         return contextlib.nullcontext()
 
     def average(self, losses: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The same as in `PlainStep`. Running statistics become means."""
+        """As `PlainStep.average`. Running statistics become means."""
         assert self.signals.grad is not None
         means = self.signals.grad.clone()  # the gradient may be a part of a bucket, which the next step fills
         self.signals.grad = None

@@ -132,8 +132,6 @@ def check_stages(config: Config, num_devices: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Which parts of a model are this rank's stage."""
-
     ranks: Ranks
     device: torch.device
     parts: tuple[StagePart, ...]
@@ -149,7 +147,6 @@ class Stages:
 
     @property
     def own(self) -> range:
-        """Numbers of the parts of this rank's stage."""
         return range(self.cuts[self.ranks.rank], self.cuts[self.ranks.rank + 1])
 
     def owner(self, name: str) -> int:
@@ -165,7 +162,6 @@ class Stages:
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))  # type: ignore[no-untyped-call]
 
     def reshard(self, model: nn.Module) -> None:
-        """Frees the tensors of the other stages."""
         state = model.state_dict()
         for name, tensor in list(state.items()):
             if self.owner(name) == self.ranks.rank:
@@ -241,12 +237,10 @@ def _merge(trees: Sequence[Any]) -> Any:
 
 
 NO_BATCH = Batch(*[torch.empty(0)] * len(Batch._fields))
-"""What a stage gets that is not the first."""
+"""The batch of a stage that is not the first."""
 
 
 class _Spec(NamedTuple):
-    """What a receiver must know of a tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False

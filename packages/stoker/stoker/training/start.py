@@ -201,7 +201,7 @@ def make_setup(
     initial_ranks: int = 1,
     image_indices: NDArray[np.int64] | None = None,
 ) -> TrainSetup:
-    """What steps need, of a model with its first weights. image_indices: see `make_training_loader`."""
+    """Makes what steps need of a model with its first weights. image_indices: see `make_training_loader`."""
     config, device, index = resolved.config, resolved.device, resolved.index
     train_indices = index.image_indices("train")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
@@ -302,7 +302,6 @@ def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventL
 
 
 def warn_about_settings(resolved: ResolvedRun) -> list[str]:
-    """What the derived settings cannot do well, as warnings."""
     config = resolved.config
     warnings = (
         warn_oversized_boxes(config, resolved.index),

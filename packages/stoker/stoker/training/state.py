@@ -33,14 +33,14 @@ class EventLogger(Protocol):
 
 
 class BatchSizes(NamedTuple):
-    """Images that the model gets at once. train: of a micro-batch."""
+    """Images that the model gets at once: of a micro-batch in training, of a batch in an evaluation."""
 
     train: int
     eval: int
 
 
 NO_SIZES = BatchSizes(0, 0)
-"""Before a state is restored."""
+"""The sizes before a state is restored."""
 
 
 class Signals(NamedTuple):
@@ -65,7 +65,6 @@ class TrainState:
     trained_s: float = 0.0
     """Wall seconds that these steps took, over all attempts."""
     lr: float = 0.0
-    """Learning rate of the last step."""
     diverged_step: int | None = None
     """Step at which the limit of consecutive skipped steps was reached. The run rolls back then."""
     redo_until: int = 0
@@ -89,7 +88,6 @@ class TrainSetup:
     device: Device
     index: Index
     train_indices: NDArray[np.int64]
-    """Image indices of the training split."""
     val_indices: NDArray[np.int64]
     model: models.Detector
     optimizer: OptimizerStep
@@ -141,7 +139,6 @@ class TrainSetup:
 
     @property
     def loads_images(self) -> bool:
-        """Whether this rank loads a part of each batch."""
         return self.ranks.is_main or not self.is_staged
 
     @property
@@ -151,7 +148,6 @@ class TrainSetup:
 
     @property
     def rank_batch_size(self) -> int:
-        """Images of a step of this rank."""
         return self.config.run.batch_size // (1 if self.is_staged else self.ranks.world_size)
 
 

@@ -33,18 +33,16 @@ GCE_HOST, AWS_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 GCE_GRACE_S, AWS_GRACE_S = 30.0, 120.0
 """cloud.google.com/compute/docs/instances/spot; docs.aws.amazon.com/AWSEC2 "Spot Instance interruption notices"."""
 GCE_MAINTENANCE_GRACE_S = 60.0
-"""At least; VMs with GPUs get 60 minutes (cloud.google.com/compute/docs/gpus/gpu-host-maintenance)."""
+"""The shortest time; VMs with GPUs get 60 minutes (cloud.google.com/compute/docs/gpus/gpu-host-maintenance)."""
 LONG_POLL_S = 300.0
 AWS_POLL_S = 5.0
 RETRY_S = 10.0
 MAX_FAILURES = 6
-"""In a row; then the watch ends with a warning."""
+"""Failures in a row after which the watch ends with a warning."""
 AWS_TOKEN_TTL_S = 21600
 
 
 class Notice(NamedTuple):
-    """Why the machine goes, and how long it stays."""
-
     reason: str
     grace_s: float
 
@@ -167,7 +165,6 @@ class _AwsSpot:
 def _request(
     address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str, http.client.HTTPMessage]:
-    """(status, text, headers) of the response."""
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         connection.request(method, path, headers=dict(headers))
@@ -210,8 +207,6 @@ class Stopping(Exception):
 
 
 class StopRequest:
-    """Flags that signals and other threads set."""
-
     requested_by: str | None = None
     """The signal that asked the training to stop."""
     error: StokerError | None = None
@@ -288,7 +283,6 @@ class Stopper:
 
     @property
     def is_asked(self) -> bool:
-        """Whether this process was asked to stop."""
         return self.request.requested_by is not None
 
     def after_step(self) -> None:
@@ -298,13 +292,13 @@ class Stopper:
             raise Stopping
 
     def check(self) -> None:
-        """The same while this process waits for the metrics of an evaluation, for which other ranks do not wait."""
+        """As `after_step`, while this process waits for metrics, for which other ranks do not wait."""
         self._look_at_requests()
         if self.is_asked and self._is_alone:
             raise Stopping
 
     def check_in_evaluation(self, *, is_last: bool = False) -> None:
-        """The same between two batches of an evaluation, which all ranks leave after the same batch."""
+        """As `after_step`, between two batches of an evaluation, which all ranks leave after the same batch."""
         self._look_at_requests()
         if self._parallel.poll(self.is_asked, is_last=is_last):
             raise Stopping

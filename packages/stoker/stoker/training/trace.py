@@ -52,7 +52,6 @@ _RUNTIME_CALL_PREFIXES = ("cuda", "cu", "hip")
 
 
 MAX_GAPS = 10
-"""Maximum number of gaps in a window."""
 
 _TENSOR_CORES = re.compile(
     r"(?<![0-9])(884|1688|8816|16816|16832)|[hi]mma|gmma|tensorop|nvjet|fmha|flash_(fwd|bwd)"
@@ -135,7 +134,7 @@ class Tracer:
         self._requested = True
 
     def after_step(self, step: int) -> None:
-        """step: optimizer steps done. Starts a window that is due; ends one that has all its steps."""
+        """Starts a window that is due; ends one that has all its steps. step: optimizer steps done."""
         self._steps += 1
         now_s = self._now()
         if self._active is None:
@@ -150,7 +149,7 @@ class Tracer:
             self._end_window(self._active, step)
 
     def abandon(self) -> None:
-        """For other work than steps: discards an open window; another one is taken later."""
+        """Discards an open window, as other work than steps follows; another one is taken later."""
         if self._active is not None:
             self._requested = self._active.chrome and not self._chrome
             self._stop_profiler(self._active)
@@ -351,7 +350,7 @@ def _total_length(intervals: Iterable[Interval]) -> float:
 def _longest_gaps(
     busy: Sequence[Interval], start_s: float, end_s: float, host_events: Sequence[TraceEvent]
 ) -> list[Gap]:
-    """With the innermost event of the host in the middle of each gap."""
+    """The longest gaps, with the innermost event of the host in the middle of each."""
     edges = [start_s, *(edge for interval in busy for edge in interval), end_s]
     intervals = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
     gaps: list[Gap] = []

@@ -51,7 +51,7 @@ from stoker_watch.runs.records import RunFolder
 SETTLE_S = 2.0
 """Most seconds for what has arrived in a pause to be read."""
 OTHER_RANK = "other-rank"
-"""Argument of a process that rank 0 starts."""
+"""The argument of a process that rank 0 starts."""
 NO_END = 2**62
 """Steps of a training whose progress stays 0."""
 MAX_EVALUATED = 64
@@ -82,7 +82,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """seconds: of the work; images, steps: that were done; phases: seconds by phase of the ledger."""
+    """An answer. seconds: of the work; images, steps: that were done; phases: seconds by phase of the ledger."""
 
     seconds: float = 0.0
     images: int = 0
@@ -147,7 +147,7 @@ class Trial:
             self.loader.load_state_dict(first)  # the samples are those of a trial without a cache
 
     def answer(self, request: Request) -> Reply:
-        """Does what is asked."""
+        """Does what is asked, and measures it."""
         if request.do == "restore":
             self._restore()
             return Reply()
@@ -203,7 +203,7 @@ class Trial:
         )
 
     def _longest(self, seconds: float) -> float:
-        """Of all ranks."""
+        """The longest time of all ranks."""
         return max(self.ranks.gather_all(seconds))
 
     def _settle(self, steps: int) -> None:
@@ -279,7 +279,7 @@ class Trial:
         return statistics.fmean(map(statistics.fmean, self.ranks.gather_all(losses)))
 
     def _state(self) -> dict[str, Any]:
-        """All that a ramp changes."""
+        """The state that a ramp changes."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "ema": self.optimizer.ema_model.state_dict(),
@@ -289,7 +289,7 @@ class Trial:
         }
 
     def _restore(self) -> None:
-        """To the bit, as before the first step of the ramp."""
+        """Restores the state before the first step of the ramp, to the bit."""
         if self._before_ramp is None:
             return
         saved = self._before_ramp
@@ -331,7 +331,7 @@ class Trial:
 
 
 def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
-    """The loader's messages were printed when the run trained."""
+    """Drops messages of the loader, which were printed when the run trained."""
 
 
 class _OtherRanks:
@@ -368,7 +368,7 @@ class _OtherRanks:
                 process.stdin.flush()
 
     def end(self) -> None:
-        """They read the end of their input."""
+        """Ends their input, at which they end."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):

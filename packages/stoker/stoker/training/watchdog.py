@@ -43,7 +43,7 @@ FAILURE_GRACE_S = 6.0
 NCCL_TRACE = "nccl_trace"
 """Folder of the collectives of each rank, for `torchfrtrace --prefix rank_ RUN/nccl_trace`."""
 REPORT_TIMEOUT_S = 20.0
-"""For writing stacks and event: the disk may be what hangs."""
+"""Seconds for writing stacks and event: the disk may be what hangs."""
 
 Hung = Literal["loader", "device", "collective", "evaluation", "rank"]
 
@@ -203,7 +203,7 @@ class Watchdog:
         )
 
     def _write_stacks(self, error: HungError, frames: list[traceback.FrameSummary]) -> None:
-        """The training thread first: faulthandler ends after a hundred threads, the newest first."""
+        """Writes the stacks, that of the training thread first: faulthandler ends after a hundred threads."""
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with open(self._stacks, "a", opener=regular_files.no_links) as file:
             file.write(f"attempt {self._folder.attempt}, process {os.getpid()}: {error.what}\n")

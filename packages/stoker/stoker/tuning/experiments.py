@@ -80,7 +80,6 @@ def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any
 
 
 def _measure_pairs(before: Window, after: Window, unit: int) -> dict[str, Any]:
-    """The fields of an experiment."""
     found = measure_in_turn(before, after, unit=unit, until_s=time.monotonic() + MAX_EXPERIMENT_S)
     return {"steps": found.steps, **summarize_speed(found.pairs)}
 

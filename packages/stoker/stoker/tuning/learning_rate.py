@@ -51,8 +51,6 @@ class Advice(msgspec.Struct, kw_only=True):
 
 
 class LrResult(msgspec.Struct, kw_only=True):
-    """What was found."""
-
     folder: str
     machine: str
     config: str
@@ -99,7 +97,7 @@ class _Search:
         self.total = total_steps(parse_duration(run.max_duration), facts.num_images, run.batch_size)
 
     def run(self) -> LrResult:
-        """The range test, the trainings, and what follows from them."""
+        """Does the range test and the trainings; returns what follows from them."""
         known = self.records.newest()
         ramp = next((line for line in known if line.probe == RANGE_TEST and line.state == "passed"), None)
         ramp = ramp or self._do(RANGE_TEST, 0, {}, self._range_test)
@@ -156,7 +154,7 @@ class _Search:
                 "seconds": seconds}  # fmt: skip
 
     def _train(self, steps: int, lr: float) -> dict[str, Any]:
-        """A short training, whose warm-up and schedule fit its length."""
+        """Trains shortly, with a warm-up and a schedule that fit the length."""
         run = self.records.path / f"lr-{lr:.3g}-{steps}"
         try:
             settings = self.resolved.config.set_fields() | {"lr": lr}
@@ -186,7 +184,7 @@ class _Search:
         }
 
     def _write(self, best: Score, center: float, ramp: Probe, done: lr_policy.Done) -> LrResult:
-        """config.toml, the plot, and the result."""
+        """Writes config.toml and the plot; returns the result."""
         resolved, path, trials = self.resolved, self.records.path, self.records.newest()
         config, optimizer = resolved.config, resolved.config.optim.optimizer
         assert best.ap is not None
@@ -238,7 +236,7 @@ def describe(probe: Probe) -> str:
 
 
 def print_lr_result(result: LrResult) -> None:
-    """The table of the trainings, the suggestion, and advice."""
+    """Prints the table of the trainings, the suggestion, and advice."""
     rows = [
         (f"{line.changes['lr']:.3g}", str(line.steps), f"{line.scores['ap']:.3f}" if line.scores else "n/a",
          f"{line.scores['loss']:.3g}" if line.scores else line.reason)

@@ -16,7 +16,6 @@ from stoker_watch.durations import parse_duration
 from stoker_watch.errors import UsageError, did_you_mean
 
 Changes = dict[str, Any]
-"""Settings by name."""
 MAX_OVERHEAD = 0.1
 """Fraction of the time for evaluations, as `derive_eval_every` has it; a tenth of it for checkpoints."""
 MIN_EVALUATIONS = 4
@@ -48,10 +47,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     device_kind: str
     """cpu, cuda …"""
     cores: int
-    """For each device that trains."""
+    """Cores for each device that trains."""
     best_precision: str
     num_images: int
-    """Of the training split."""
+    """Images of the training split."""
     epochs: float | None
     """Length of the run; None: it is a time."""
     cache_kinds: list[str]
@@ -60,9 +59,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     recipe_optimizer_is_sgd: bool
     """Whether the learning rate follows the batch size, not its square root (`derive_lr`)."""
     size_divisor: int
-    """Of the image size."""
+    """Height and width of an image size are multiples of it."""
     devices: int = 1
-    """That train together."""
+    """Devices that train together."""
     smaller_models: dict[str, Changes] = {}
     """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
     suggestions: dict[str, Changes] = {}
@@ -71,12 +70,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def all_levers() -> dict[str, Lever]:
-    """By name, in the order of the table."""
+    """All levers by name, in the order of the table."""
     return {name: msgspec.convert({"name": name, **row}, Lever) for name, row in read_toml("levers.toml").items()}
 
 
 def choose_levers(names: Iterable[str], *, allow_accuracy: bool) -> tuple[Lever, ...]:
-    """Those with these names, or all; without `--allow accuracy` none that changes the results. Raises UsageError."""
+    """The levers with these names, or all; without `allow_accuracy` none that changes the results. Raises UsageError."""
     levers, names = all_levers(), list(names)
     for name in names:
         if name not in levers:

@@ -8,7 +8,7 @@ from stoker_watch.report.page.markup import Markup, tag
 
 WIDTH, HEIGHT, LEFT, GAP = 640, 220, 56, 40
 COLORS = ("#9aa7b4", "#4c8dd6", "#1b4f91")
-"""Of the rounds, the last one darkest."""
+"""Colors of the rounds, the last one darkest."""
 
 
 def draw(lrs: Sequence[float], losses: Sequence[float], done: Done, best: float) -> str:
@@ -51,7 +51,7 @@ def _y(above: float, value: float, top: float) -> float:
 
 
 def _panel(title: str, above: float, top: float) -> list[Markup]:
-    """The axis, with its ends, and the title."""
+    """A frame with the ends of its axis and a title."""
     axis = tag("rect", x=LEFT, y=above, width=WIDTH - LEFT - 16, height=HEIGHT, fill="none", stroke="#ccc")
     ends = [_text(LEFT - 6, _y(above, value, top) + 4, f"{value:.3g}", text_anchor="end") for value in (0.0, top / 1.1)]
     return [axis, *ends, _text(LEFT + 8, above + 18, title, font_weight="bold")]

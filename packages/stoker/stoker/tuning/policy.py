@@ -139,16 +139,14 @@ def same_training(before: Sequence[float], after: Sequence[float], tolerance: fl
 
 
 class Action(NamedTuple):
-    """What to do next."""
-
     kind: str
     """Name of a lever, BOUNDS, CONFIRM or DONE."""
     trial: int = 0
     changes: Changes = {}  # noqa: RUF012  # of a NamedTuple: never changed
     fraction: float = 0.0
-    """Of the time, in the phase that the trial is to shorten."""
+    """Fraction of the time in the phase that the trial is to shorten."""
     reason: str = ""
-    """Of an unavailable lever, or of the end."""
+    """The reason for an unavailable lever, or for the end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,21 +169,19 @@ def newest_lines(lines: Iterable[Probe], facts: Facts) -> list[Probe]:
 
 
 class Situation(NamedTuple):
-    """How far a tuning is."""
-
     settings: dict[str, Any]
-    """With all changes that were kept."""
+    """The settings with all changes that were kept."""
     phases: dict[str, float]
     """Seconds per image by phase, with evaluations and checkpoints."""
     seconds: list[float]
-    """Per image, of the newest windows with these settings, without evaluations and checkpoints."""
+    """Seconds per image of the newest windows with these settings, without evaluations and checkpoints."""
     bounds: Probe
     kept: list[Probe]
     spent_s: float
     trial_s: float
-    """Expected of the next trial."""
+    """Expected seconds of the next trial."""
     confirm_s: float
-    """Expected of the confirmation: its windows are of the first settings, the longest that there are."""
+    """Expected seconds of the confirmation: its windows are of the first settings, the longest that there are."""
 
 
 def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
@@ -220,7 +216,7 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
 
 
 def restore_types(changes: Changes) -> Changes:
-    """JSON has no tuples."""
+    """Makes tuples of lists, as JSON has no tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
 
 

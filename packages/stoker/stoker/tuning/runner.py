@@ -51,7 +51,7 @@ from stoker_watch.storage.local_files import write_atomic
 from stoker_watch.storage.uri import display_path, is_uri
 
 FIRST = "first.toml"
-"""Of the folder: the settings that the tuning began with."""
+"""The file of the settings that the tuning began with."""
 LOG = "trials.log"
 TRIAL_SHARE = 0.2
 """Fraction of the budget that one trial may take, before it is judged by the pairs that it has."""
@@ -73,14 +73,11 @@ class TuneRequest:
 
 
 class TuneResult(msgspec.Struct, kw_only=True):
-    """What was found."""
-
     folder: str
     machine: str
     config: str
     """File of the settings that are fastest."""
     end: str
-    """Why the tuning ended."""
     trials: list[Probe]
     changes: dict[str, Any]
     """What the settings in `config` change; empty: the first settings are the fastest, or nothing was confirmed."""
@@ -173,7 +170,7 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
 
 
 def _cache_kinds(config: Config, index: Index) -> list[str]:
-    """Those with room for all decoded images, without blurring the crops."""
+    """The kinds of caches with room for all decoded images, without blurring the crops."""
     data, train = config.data, index.image_indices("train")
     spec = CachedImageSpec.for_augmentation(
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
@@ -244,7 +241,7 @@ class Runner:
         self._largest_batch = max(context.facts.recipe_batch_size, context.settings["batch_size"])
 
     def run(self) -> str:
-        """Trials until the policy is done; the reason for the end."""
+        """Does trials until the policy is done; returns the reason for the end."""
         while True:
             action = policy.next_action(self.records.lines, self.context)
             if action.kind == DONE:
@@ -259,11 +256,10 @@ class Runner:
             self.on_progress(describe(probe, self.context))
 
     def close(self) -> None:
-        """Ends the processes."""
         self._replace_base(None)
 
     def _measure(self, action: Action) -> dict[str, Any]:
-        """The fields of a trial's last line. Raises TrialError."""
+        """Measures; returns the fields of a trial's last line. Raises TrialError."""
         if action.kind == BOUNDS:
             return self._measure_bounds()
         now = policy.assess(self.records.newest(), self.context)
@@ -287,7 +283,7 @@ class Runner:
         return self._try(lever, now, settings, until_s)
 
     def _measure_bounds(self) -> dict[str, Any]:
-        """Whole steps, steps on one batch, and loading alone."""
+        """Measures whole steps, steps on one batch, and loading alone."""
         base = self._start_base(self.context.settings)
         base.warm_up()
         depth = base.batch_size * (base.ready.prefetch_depth + 1)
@@ -357,7 +353,7 @@ class Runner:
     def _compare_training(
         self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation
     ) -> str:
-        """Why it is another training; empty: it is the same."""
+        """Why the candidate is another training; empty: it is the same."""
         group = math.gcd(base.micro_batch_size, candidate.micro_batch_size)
         images = policy.num_compared(lever, self._largest_batch, statistics.median(now.seconds))
         if policy.compares_means(lever) and not candidate.settings["compile"]:  # a compiled step has one size
@@ -423,7 +419,6 @@ def describe_changes(changes: Changes, settings: dict[str, Any] | Any) -> str:
 
 
 def describe(probe: Probe, context: Context) -> str:
-    """A trial in one line."""
     if probe.probe == BOUNDS:
         return describe_bounds(probe)
     what = describe_changes(probe.changes, context.settings) if probe.changes else probe.probe
@@ -448,7 +443,6 @@ def describe_gain(probe: Probe) -> str:
 
 
 def describe_bounds(probe: Probe) -> str:
-    """The headroom in one line."""
     if probe.state != "passed":
         return f"the first settings: {probe.state}: {probe.reason}"
     speed = {name: 1 / probe.bounds[name] for name in ("train", "step", "load")}
@@ -460,7 +454,7 @@ def describe_bounds(probe: Probe) -> str:
 
 
 def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, config: Path) -> list[Finding]:
-    """One for each change that was measured: verified, or refuted."""
+    """A finding for each change that was measured: verified, or refuted."""
     findings = []
     for trial in trials:
         lever = context.lever(trial.probe)
@@ -488,7 +482,7 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
 
 
 def print_result(result: TuneResult) -> None:
-    """The table of all trials, and what to do with the result."""
+    """Prints the table of all trials, and what to do with the result."""
     rows: list[tuple[str, ...]] = []
     for trial in result.trials:
         names = ", ".join(f"{name} {value}" for name, value in trial.changes.items())

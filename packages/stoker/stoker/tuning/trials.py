@@ -29,7 +29,7 @@ from stoker_watch.runs.schemas import Probe
 
 COMMAND = (sys.executable, "-m", "stoker.training.trial")
 NUM_IMAGES = 256
-"""Of the training split, which a trial repeats: a cache has all of them after seconds."""
+"""Images of the training split that a trial repeats: a cache has all of them after seconds."""
 WINDOW_S = (0.6, 4.0)
 """Seconds of a window at least, on the faster side; at most, on the slower one. It has two steps at the least.
 Where images come from a bucket, also the faster side takes the longer time: in a shorter one few images arrive."""
@@ -111,7 +111,7 @@ class TrialProcess:
         return self.compared[key]
 
     def warm_up(self) -> None:
-        """As many steps as batches are loaded ahead: then a window waits for the loader as a run does."""
+        """Does as many steps as batches are loaded ahead: then a window waits for the loader as a run does."""
         self.ask("train", self.batch_size * (self.ready.prefetch_depth + 1))
 
     def train(self, images: int, steady: bool) -> Reply:
@@ -130,7 +130,6 @@ class TrialProcess:
         return self.ask("step", images)
 
     def close(self) -> None:
-        """Ends the process and its workers."""
         self._signal(signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -139,12 +138,12 @@ class TrialProcess:
         self._process.wait()
 
     def _stop(self) -> None:
-        """Waits for it: the kernel ends only a group that has stopped before this process is killed."""
+        """Stops it and waits for that: the kernel ends only a group that has stopped before this process is killed."""
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To its group of processes, and to those of its loader workers, which load while the main process waits."""
+        """Sends a signal to its group of processes and those of its loader workers, which load while it waits."""
         groups = {self._process.pid}
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self._process.pid).children(recursive=True)
@@ -218,7 +217,6 @@ class TrialRecords:
         return newest_lines(self.lines, self._facts)
 
     def write(self, probe: Probe, **values: Any) -> Probe:
-        """Adds a line with these values changed."""
         own = {"t": time.time(), "machine": self._facts.machine, "data": self._facts.data}
         probe = msgspec.structs.replace(probe, **own, **values)
         self._folder.append(PROBES, probe)

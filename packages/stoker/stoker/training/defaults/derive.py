@@ -128,7 +128,7 @@ class Derivation:
         return self.config, self.reasons
 
     def _choose(self, name: str, row: "Row") -> Choice | None:
-        """From the first that decides it: `--augment none`, the recipe, the row, the weights, the model."""
+        """The choice of the first that decides: `--augment none`, the recipe, the row, the weights, the model."""
         if name in AUGMENTATIONS and self.config.data.augment == "none":
             return 0.0, "--augment none"
         if name in self.recipe_settings:
@@ -244,7 +244,7 @@ def derive_scale_range(known: Derivation) -> Choice:
 
 
 def _stronger_augmentation(known: Derivation, name: str) -> Choice | None:
-    """If each image is seen many times, with the recipe's batch size: that of `--auto-batch` is not known yet."""
+    """The choice if each image is seen many times, with the recipe's batch size: `--auto-batch` comes later."""
     arch, config = known.arch, known.config
     batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
     if arch.tuning is None:
@@ -276,7 +276,7 @@ def derive_trainable_backbone_layers(known: Derivation) -> Choice | None:
 
 
 def derive_anchor_sizes(known: Derivation) -> Choice | None:
-    """Of retinanet_tiny_fpn: percentiles of the boxes. Of faster_rcnn and others: scaled with the image size."""
+    """retinanet_tiny_fpn: percentiles of the boxes; faster_rcnn and others: scaled with the image size."""
     arch, config = known.arch, known.config
     if arch.recipe == "tiny" and config.model.weights == "none":
         image_size = config.data.image_size
@@ -396,12 +396,11 @@ def _reference_lr(known: Derivation) -> tuple[float, int, str]:
 EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most as many images as this schedule takes on COCO."""
 TINY_EPOCHS = 10
-"""Of the tiny model, which has too few weights to profit from more (LOG.md, "The demo in four minutes")."""
+"""Epochs of the tiny model, whose few weights profit from no more (LOG.md, "The demo in four minutes")."""
 FROM_SCRATCH_FACTOR = 3
 """Factor of the length for random weights: a detector then reaches the accuracy of pretrained ones, after three to six
 times as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
 NUM_EVALUATIONS = 12
-"""Evaluations of a training."""
 
 
 def derive_max_duration(known: Derivation) -> Choice:

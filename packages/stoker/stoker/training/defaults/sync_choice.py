@@ -33,7 +33,7 @@ COMPRESSION_RANK = 4
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredExchange:
-    """What decides, the slowest of all ranks."""
+    """What decides, each time that of the slowest rank."""
 
     link: DeviceLink
     work: Workload
@@ -71,7 +71,7 @@ def decide(measured: MeasuredExchange) -> tuple[str, str]:
 
 
 def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> MeasuredExchange:
-    """The slowest of the ranks, in all of them."""
+    """Measures in all ranks; each gets the times of the slowest."""
     dry_run = DryRun(config, index, device)
     micro_batches = config.optim.grad_accum_steps
     ranks.barrier()
@@ -80,7 +80,7 @@ def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measu
 
 
 def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> MeasuredExchange:
-    """The same for a step of `step_s` seconds that changes these weights."""
+    """As `measure`, for a step of `step_s` seconds that changes these weights."""
     from stoker.preflight import network
 
     ranks.barrier()
@@ -120,7 +120,7 @@ def compress(gradients: Sequence[Tensor], rank: int) -> None:
 
 
 def _time(device: Device, work: Callable[[], object]) -> float:
-    """Seconds of the second of two calls."""
+    """Seconds of a call, after one that warms up."""
     work()
     device.synchronize()
     start_s = time.perf_counter()
