@@ -59,7 +59,7 @@ def check_import(file: Path, tmp_path: Path) -> ImportReport:
     assert max(found.values()) == 1
     assert [row.field for row in report.fields if row.is_unknown] == []
     assert all(row.note for row in report.fields if row.status != "exact")
-    settings.check(config)
+    settings.check_config(config)
     check_settings(config.model)
     check_image_size(config)
     arch = get_architecture(config.model.model)

@@ -121,14 +121,14 @@ def bucketed_s(link: DeviceLink, devices: int, size_bytes: float, bucket_bytes: 
     return count * all_reduce_s(link, devices, size_bytes / count), all_reduce_s(link, devices, last_bytes)
 
 
-def low_rank_fraction(shapes: list[tuple[int, ...]], *, min_rate: float = 2.0) -> float:
+def low_rank_fraction(shapes: list[tuple[int, ...]]) -> float:
     """Bytes of PowerSGD of rank 1, as a fraction of the gradients of parameters of these shapes: (n + m) of n · m for a
-    matrix, where that is a saving of `min_rate`, else all."""
+    matrix, where that is at most half of it, else all."""
     sent = total = 0
     for shape in shapes:
         size = math.prod(shape)
         rows = shape[0] if shape else 1
         small = rows + size // max(1, rows)
-        sent += small if small * min_rate < size else size
+        sent += small if 2 * small < size else size
         total += size
     return sent / max(1, total)

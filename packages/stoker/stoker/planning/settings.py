@@ -19,7 +19,7 @@ from stoker_watch.storage.uri import is_uri
 
 
 def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> None:
-    """config: what the user set, each value checked (`settings.check`); devices: those that will train; sees_files:
+    """config: what the user set, each value checked (`check_config`); devices: those that will train; sees_files:
     they see the files of this machine. Raises ConfigError, PreflightError."""
     run, weights = config.run, config.model.weights
     check_user_settings(config, None, _device_called(run.device or "cuda"), devices)

@@ -81,11 +81,11 @@ class Training:
         self.recorder = Recorder(self.attempt, self.recovery)
         self.stopper = Stopper(self.attempt, stop_request, HostMemoryGuard(setup.loader, log_event))
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
-        self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.parts, self.evaluator, adapts_interval=adapts_interval)
+        self.owners = (self.parallel, self.recovery, self.evaluator)
+        self.saver = Saver(self.attempt, self.owners, self.evaluator, adapts_interval=adapts_interval)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
-        setup.ranks.share(lambda: self.recovery.restore(self.parts, loaded))
+        setup.ranks.share(lambda: self.recovery.restore(self.owners, loaded))
         self.follow_main()
 
     def run(self) -> Metrics:
@@ -115,7 +115,7 @@ class Training:
         """Does all steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""
         state = self.state
         try:
-            self.parallel.reserve_snapshots(collect_state(self.setup, self.parts) | {"pending_eval": None})
+            self.parallel.reserve_snapshots(collect_state(self.setup, self.owners) | {"pending_eval": None})
             self.train.prepare()
             self.setup.ranks.limit_exchanges()
             self.recorder.end_window()
@@ -178,12 +178,12 @@ class Training:
         """Continues from the last healthy state, at a lower learning rate."""
         self.evaluator.collect()
         with self.ledger.phase("recovery"):
-            self.setup.ranks.share(lambda: self.recovery.roll_back(failed_at, self.evaluator.best_ap, self.parts))
+            self.setup.ranks.share(lambda: self.recovery.roll_back(failed_at, self.evaluator.best_ap, self.owners))
             self.follow_main()
 
     def follow_main(self) -> None:
         """All ranks continue from the state that rank 0 has restored."""
-        send_to_other_ranks(self.setup, self.parts)
+        send_to_other_ranks(self.setup, self.owners)
         self.trained_s = self.state.trained_s
         self.recorder.begin()
 
@@ -229,14 +229,14 @@ class Training:
 
 
 class Saver:
-    """The checkpoints of a training. parts: whose state they have; adapts_interval: the user set none."""
+    """The checkpoints of a training. owners: whose state they have; adapts_interval: the user set none."""
 
     def __init__(
-        self, attempt: LoopContext, parts: Sequence[StateOwner], evaluator: Evaluator, *, adapts_interval: bool
+        self, attempt: LoopContext, owners: Sequence[StateOwner], evaluator: Evaluator, *, adapts_interval: bool
     ) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
-        self._log_event, self._parts, self._evaluator = attempt.log_event, parts, evaluator
+        self._log_event, self._owners, self._evaluator = attempt.log_event, owners, evaluator
         self._adapts_interval = adapts_interval
         self._costs: deque[float] = deque(maxlen=KEPT_SAVES)
         self.trigger = IntervalTrigger(
@@ -260,7 +260,7 @@ class Saver:
             if parallel.has_saved(writer.saved_step == setup.state.step):
                 return
             parallel.equalize()
-            snapshot = parallel.take_snapshot(collect_state(setup, self._parts), ap=None)
+            snapshot = parallel.take_snapshot(collect_state(setup, self._owners), ap=None)
             if snapshot is not None:
                 writer.save(snapshot)
         parallel.after_save()

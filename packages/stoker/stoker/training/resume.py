@@ -59,7 +59,7 @@ class StateOwner(Protocol):
         """Continues from what `state` returned. `TrainState` and the weights are those of the checkpoint already."""
 
 
-def collect_state(setup: TrainSetup, parts: Sequence[StateOwner]) -> dict[str, Any]:
+def collect_state(setup: TrainSetup, owners: Sequence[StateOwner]) -> dict[str, Any]:
     """What `Recovery.restore` needs besides the EMA weights: tensors on the device, and plain numbers."""
     collected: dict[str, Any] = {
         "optimizer_step": setup.optimizer.state_dict(),
@@ -68,12 +68,12 @@ def collect_state(setup: TrainSetup, parts: Sequence[StateOwner]) -> dict[str, A
         "data": dataset_fingerprint(setup),
         "skipped_streak": setup.loss_accumulator.skipped_streak(),
     }
-    for part in parts:
-        collected |= part.state()
+    for owner in owners:
+        collected |= owner.state()
     return collected
 
 
-def send_to_other_ranks(setup: TrainSetup, parts: Sequence[StateOwner]) -> None:
+def send_to_other_ranks(setup: TrainSetup, owners: Sequence[StateOwner]) -> None:
     """All ranks continue from the state that rank 0 has restored."""
     ranks = setup.ranks
     if ranks.alone:
@@ -81,7 +81,7 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[StateOwner]) -> None:
     own = (setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()) if ranks.is_main else None
     restored, streak = ranks.share_tensors(own)
     fields = vars(setup.state)
-    saved = {name: value for part in parts for name, value in part.state().items()} | {"pending_eval": None}
+    saved = {name: value for owner in owners for name, value in owner.state().items()} | {"pending_eval": None}
     loader_state, fields, saved = ranks.share_value((setup.loader.state_dict(), fields, saved))
     if ranks.is_main:
         return
@@ -92,8 +92,8 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[StateOwner]) -> None:
     setup.loss_accumulator.load_skipped_streak(streak)
     setup.loader.load_state_dict(loader_state)
     vars(setup.state).update(fields)
-    for part in parts:  # rank 0 computes the metrics of an evaluation that was pending
-        part.resume(Resumed(saved, saved["rollbacks"]))
+    for owner in owners:  # rank 0 computes the metrics of an evaluation that was pending
+        owner.resume(Resumed(saved, saved["rollbacks"]))
 
 
 def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Recovery:
     def resume(self, resumed: Resumed) -> None:
         self.rollback_count = resumed.rollback_count
 
-    def restore(self, parts: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
+    def restore(self, owners: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
         """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they
         are. If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
         Raises CheckpointError if the data set changed, or if no checkpoint can be restored."""
@@ -211,7 +211,7 @@ class Recovery:
         while True:
             self.rollback_count = rollback_count  # not that of one that was rejected
             try:
-                self._restore(parts, loaded)
+                self._restore(owners, loaded)
                 return
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if loaded is None or is_out_of_memory(error):
@@ -220,7 +220,7 @@ class Recovery:
                 rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
                 loaded = checkpoint.load_newest(self._setup.folder.path, self._log_event, rejected=rejected)
 
-    def _restore(self, parts: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
+    def _restore(self, owners: Sequence[StateOwner], loaded: LoadedCheckpoint | None) -> None:
         setup, state, run = self._setup, self._setup.state, self._setup.folder.path
         rollbacks = read_rollbacks(run)
         # Of those of this attempt, the events may not have been written (a full disk).
@@ -236,8 +236,8 @@ class Recovery:
             quarantined = _known_bad_images(setup)
             setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
             state.step, state.trained_s = 0, 0.0
-            for part in parts:
-                part.resume(Resumed(None, rollback_count, best_ap))
+            for owner in owners:
+                owner.resume(Resumed(None, rollback_count, best_ap))
             return
         saved = loaded.state
         is_changed = _check_data(setup, loaded.step, saved["data"], self._log_event)
@@ -248,13 +248,13 @@ class Recovery:
         setup.loader.load_state_dict(loader_state)
         state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
         state.step, state.trained_s = loaded.step, saved["trained_s"]
-        for part in parts:
-            part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
+        for owner in owners:
+            owner.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
         lost_steps = max(0, state.redo_until - state.step)
         again = f"; {lost_steps:,} steps are done again" if lost_steps else ""
         self._log_event("info", f"continuing from step {state.step:,}{again}")
 
-    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[StateOwner]) -> None:
+    def roll_back(self, failed_at: int, best_ap: float, owners: Sequence[StateOwner]) -> None:
         """Restores the last healthy state, or that of step 0; from there the learning rate is a third. In rank 0. If
         the run diverged twice from the same checkpoint, it takes the one before: the weights may have been damaged
         before a gradient showed it. failed_at: the step, counted from 0, at which the limit of skipped steps was
@@ -284,7 +284,7 @@ class Recovery:
             initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
             setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
         self.rollback_count = count
-        self.restore(parts, loaded)
+        self.restore(owners, loaded)
         setup.writer.saved_step = -1 if loaded is None else loaded.step
 
     def make_error(self, step: int) -> DivergedError:

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 from torch.autograd.profiler import profile
 
 from stoker.hardware.device import Device, nvtx_enabled
+from stoker.training.state import EventLogger
 from stoker_watch.recording.ledger import Ledger
 from stoker_watch.runs.records import TRACE_FILES, TRACES, RunFolder
 from stoker_watch.runs.schemas import Gap, TraceWindow
@@ -61,10 +62,6 @@ _TENSOR_CORES = re.compile(
 on Hopper (nvjet); fused attention. A heuristic by names, as in other profilers."""
 
 _COLLECTIVE = re.compile(r"nccl|rccl", re.IGNORECASE)
-
-EventLogger = Callable[..., None]
-"""`RunFolder.event`: kind, text and data of an event."""
-
 
 Interval = tuple[float, float]
 Kind = Literal["op", "call", "kernel", "copy"]

@@ -66,6 +66,9 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
     devices: int = 1
 
 
+Work = Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
+
+
 class Request(msgspec.Struct, forbid_unknown_fields=True):
     """train: whole steps. step: the same on one batch that is kept on the device. load: loading alone. losses: the
     total loss and the inputs of each `group` of images, with updates at `lr`. eval, checkpoint: the seconds of one.
@@ -74,7 +77,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     clock starts after some steps, and the images take as long as the bucket takes to send as many; load: it starts
     after what was asked for before."""
 
-    do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"]
+    do: Work
     images: int = 0
     group: int = 1
     lr: float = 0.0

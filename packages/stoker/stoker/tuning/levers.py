@@ -75,7 +75,7 @@ def all_levers() -> dict[str, Lever]:
 
 
 def choose_levers(names: Iterable[str], *, allow_accuracy: bool) -> tuple[Lever, ...]:
-    """The levers with these names, or all; without `allow_accuracy` none that changes the results. Raises UsageError."""
+    """The levers with these names, or all; only with `allow_accuracy` those that change results. Raises UsageError."""
     levers, names = all_levers(), list(names)
     for name in names:
         if name not in levers:

@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import psutil
 
-from stoker.training.trial import Reply, Request, Start
+from stoker.training.trial import Reply, Request, Start, Work
 from stoker.tuning.levers import Facts
 from stoker.tuning.policy import LOOKS, judge, newest_lines
 from stoker_watch import regular_files
@@ -86,7 +86,7 @@ class TrialProcess:
             self.close()
             raise
 
-    def ask(self, do: Literal["train", "step", "load", "losses", "eval", "checkpoint", "ramp", "restore"], images: int = 0, **more: Any) -> Reply:  # fmt: skip  # noqa: E501
+    def ask(self, do: Work, images: int = 0, **more: Any) -> Reply:
         """The process goes on, answers, and stops. Raises TrialError; close the process then."""
         self.is_fresh = False
         self._signal(signal.SIGCONT)
