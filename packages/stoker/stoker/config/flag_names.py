@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import msgspec
 
@@ -43,28 +43,6 @@ class _Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def takes_value(self) -> bool:
         return bool(self.flag or self.folder) or self.place is not None or self.drop == "value"
 
-    @property
-    def kind(self) -> str:
-        """The name of the field that says what they mean."""
-        set_fields = {"answer": self.answer, "drop": self.drop, "arguments": self.arguments, "folder": self.folder}
-        return next((name for name, value in set_fields.items() if value), "flag" if self.place is None else "place")
-
-
-class _Typed(NamedTuple):
-    """A flag as the user typed it: the text before its value, its name, its value, and what follows."""
-
-    text: str
-    name: str
-    value: str | None
-    rest: list[str]
-
-    @property
-    def shown(self) -> str:
-        """As it stood in the command line, with its value."""
-        if not self.value:
-            return self.text
-        return f"{self.text} {self.value}" if self.text.startswith("-") else f"{self.text}={self.value}"
-
 
 class _FlagTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """flags.toml. values: for some values of flags, before all others; flags: command → rows."""
@@ -80,7 +58,6 @@ _TAKES_KEYWORDS = (*_LIKE_TRAIN, "predict", "export", "eval")
 _DOTTED = r"((?:[A-Z][A-Z0-9_]*\.)+[A-Z][A-Z0-9_]*)"
 """A setting of Detectron2: SOLVER.BASE_LR 0.01."""
 _SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off")
-_OFF = ("0", "no", "off", "false", "False")
 
 
 @functools.cache
@@ -174,7 +151,7 @@ class _Flags:
             return
         name = match[1].rpartition(".")[2].lower().replace("_", "-")
         typed, equals, value = typed.partition("=")
-        self._add(_Typed(typed, name, value if equals else None, rest))
+        self._add(typed, name, value if equals else None, rest)
 
     def finish(self) -> list[str]:
         """The translated arguments. Raises UsageError for all that have no counterpart."""
@@ -194,87 +171,60 @@ class _Flags:
         front, end = ([*front, *others], self._end) if front else ([], [*others, *self._end])
         return [self.command, *front, *self._out, *(["--", *end] if end else [])]
 
-    def _add(self, typed: _Typed) -> None:
+    def _add(self, typed: str, name: str, value: str | None, rest: list[str]) -> None:
         """Adds a flag: of this command, or what it means here if it is of another tool."""
-        row = None if typed.name in self.own else self.meanings.get(typed.name)
-        is_switch = self.own.get(typed.name, row is not None and not row.takes_value)
-        if typed.value is None:
-            typed = typed._replace(value=self._take_value(typed, row, is_switch))
-        if typed.value is not None or not is_switch:
-            own_flag = None if row is None else _meaning_of_value(row.flag, typed.value)
-            row = _meaning_of_value(typed.name, typed.value) or own_flag or row
-        if row is None:
-            self._add_own(typed, typed.name)
+        row = None if name in self.own else self.meanings.get(name)
+        is_switch = self.own.get(name, row is not None and not row.takes_value)
+        if value is None and rest and not rest[0].startswith("--"):
+            is_off = row is not None and _meaning_of_value(name, rest[0]) is not None  # --mixup 0.0
+            if not is_switch or is_off or rest[0].lower() in _SWITCH_VALUES:
+                value = rest.pop(0)
+        if value is not None or not is_switch:
+            row = _meaning_of_value(name, value) or (row and _meaning_of_value(row.flag, value)) or row
+        if row is not None and row.flag:
+            self._note(f"{typed} is `--{row.flag}` here", row)
+        if row is None or row.flag:
+            self._add_own(typed, name if row is None else row.flag, value, rest)
         else:
-            _TRANSLATORS[row.kind](self, row, typed)
+            self._translate(row, typed, name, value)
 
-    def _take_value(self, typed: _Typed, row: _Meaning | None, is_switch: bool) -> str | None:
-        """The value behind a flag, removed from the rest; None: it has none."""
-        if not typed.rest or typed.rest[0].startswith("--"):
-            return None
-        is_off = row is not None and _meaning_of_value(typed.name, typed.rest[0]) is not None  # --mixup 0.0
-        return typed.rest.pop(0) if not is_switch or is_off or typed.rest[0].lower() in _SWITCH_VALUES else None
-
-    def _refuse(self, row: _Meaning, typed: _Typed) -> None:
-        self._problems.setdefault(row.answer, []).append(typed.shown if row.typed else typed.text)
-
-    def _leave_out(self, row: _Meaning, typed: _Typed) -> None:
-        self._left_out.setdefault(row.note or "not needed here", []).append(typed.shown)
-
-    def _add_arguments(self, row: _Meaning, typed: _Typed) -> None:
-        text = " ".join(row.arguments)
-        if not row.typed and typed.value in _OFF:
-            self._leave_out(row, typed)
+    def _translate(self, row: _Meaning, typed: str, name: str, value: str | None) -> None:
+        """Adds what a flag of another tool means that is no flag here."""
+        shown = typed if not value else f"{typed} {value}" if typed.startswith("-") else f"{typed}={value}"
+        if row.answer or (row.place is not None and not value):
+            self._problems.setdefault(row.answer or "it needs a value", []).append(shown if row.typed else typed)
+        elif row.drop or (row.arguments and not row.typed and value in ("0", "no", "off", "false", "False")):
+            self._left_out.setdefault(row.note or "not needed here", []).append(shown)
+        elif row.folder:
+            self._folder.setdefault(row.folder, {})[name] = value or ""
+        elif row.place is not None:
+            self._places.setdefault(row.place, []).append(value or "")
+            self.notes.append(f"{shown}: it is the argument `{value}` here")
         elif row.arguments[0][2:] not in self.own:
-            self._left_out.setdefault(f"there is no `{row.arguments[0]}` here", []).append(typed.shown)
+            self._left_out.setdefault(f"there is no `{row.arguments[0]}` here", []).append(shown)
         else:
             self._out += row.arguments
-            if typed.shown.lower().replace("=", " ").lstrip("-") != text.lstrip("-"):
-                self._note(f"{typed.shown} is `{text}` here", row)
-
-    def _add_to_folder(self, row: _Meaning, typed: _Typed) -> None:
-        self._folder.setdefault(row.folder, {})[typed.name] = typed.value or ""
-
-    def _add_to_place(self, row: _Meaning, typed: _Typed) -> None:
-        if not typed.value:
-            self._problems.setdefault("it needs a value", []).append(typed.text)
-            return
-        self._places.setdefault(row.place or 0, []).append(typed.value)
-        self.notes.append(f"{typed.shown}: it is the argument `{typed.value}` here")
-
-    def _add_as_flag(self, row: _Meaning, typed: _Typed) -> None:
-        self._note(f"{typed.text} is `--{row.flag}` here", row)
-        self._add_own(typed, row.flag)
+            text = " ".join(row.arguments)
+            if shown.lower().replace("=", " ").lstrip("-") != text.lstrip("-"):
+                self._note(f"{shown} is `{text}` here", row)
 
     def _note(self, text: str, row: _Meaning) -> None:
         self.notes.append(text + (row.note and f": {row.note}"))
 
-    def _add_own(self, typed: _Typed, name: str) -> None:
-        """Adds the flag `name` of this command, or refuses one that it does not have."""
-        value = typed.value
+    def _add_own(self, typed: str, name: str, value: str | None, rest: list[str]) -> None:
+        """Adds a flag of this command, or refuses one that it does not have."""
         if name not in self.own:
             others = [other for other, row in self.meanings.items() if row.flag in self.own]
             near, all_ = nearest(name, [*self.own, *others]), "-all" if self.command == "train" else ""
             known = f"`stoker {self._shown} --help{all_}` lists the flags"
-            self._problems.setdefault(f"did you mean `--{near}`?" if near else known, []).append(typed.text)
+            self._problems.setdefault(f"did you mean `--{near}`?" if near else known, []).append(typed)
         elif value is None:
             self._out.append(f"--{name}")
-        elif name == "image-size" and not re.fullmatch(r"[\d.]+", "".join(typed.rest[:1])):
+        elif name == "image-size" and not re.fullmatch(r"[\d.]+", "".join(rest[:1])):
             self._out += [f"--{name}", value, value]
         else:
             is_one = self.own[name] or value.startswith("--")
             self._out += [f"--{name}={value}"] if is_one else [f"--{name}", value]
-
-
-_TRANSLATORS: dict[str, Callable[[_Flags, _Meaning, _Typed], None]] = {
-    "answer": _Flags._refuse,
-    "drop": _Flags._leave_out,
-    "arguments": _Flags._add_arguments,
-    "folder": _Flags._add_to_folder,
-    "place": _Flags._add_to_place,
-    "flag": _Flags._add_as_flag,
-}
-"""`_Meaning.kind` → what is done with a flag that has it."""
 
 
 def translate_keywords(command: str, settings: Mapping[str, Any], **own: Any) -> dict[str, Any]:
