@@ -50,5 +50,5 @@ def test_a_setting_is_added_as_the_page_says(tmp_path: Path) -> None:
     run = {"cwd": tmp_path, "env": environment, "check": True}
     subprocess.run([sys.executable, "-c", CHECK], **run)
     subprocess.run([sys.executable, "-m", "tests.trainer.config.test_surface"], **run)
-    assert "label_smoothing: float" in (package / "config/keywords.py").read_text()
+    assert "label_smoothing: float" in (package / "config/keywords.pyi").read_text()
     assert "| `label_smoothing` | Label smoothing" in (tmp_path / "docs/settings.md").read_text()

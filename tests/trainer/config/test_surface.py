@@ -17,7 +17,7 @@ from stoker.training.defaults.derive import SETTINGS, Row
 from stoker_watch.cli.app import app
 from stoker_watch.monitor.options import MonitoringOptions
 
-KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.py"
+KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.pyi"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "settings.md"
 EXAMPLE = """\
 [data]
@@ -57,7 +57,7 @@ def described() -> dict[str, tuple[str, str, str]]:
 
 
 def keywords() -> str:
-    """The text of keywords.py."""
+    """The text of keywords.pyi."""
     lines = [
         '"""The settings as keyword arguments, for type checkers and editors. Generated from `settings.py` by',
         "`python -m tests.trainer.config.test_surface`; do not edit. `epochs`, `steps`, `max_time` set `max_duration`.",
@@ -67,7 +67,6 @@ def keywords() -> str:
         "# ruff: noqa: E501",
         "",
         "from typing import Literal, TypedDict",
-        "",
         "",
         "class Settings(TypedDict, total=False):",
         '    """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""',

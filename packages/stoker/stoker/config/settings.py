@@ -3,7 +3,7 @@
 A field that is not set is `AUTO` (None) until `training/defaults/derive.py` fills it and records the reason. After that
 no field that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under
 `[reasons]` why stoker chose them; a value without a reason was set by the user. Field names are unique over all
-sections: they are flags (`--lr`), TOML keys and keyword arguments. `keywords.py` is generated from this file.
+sections: they are flags (`--lr`), TOML keys and keyword arguments. `keywords.pyi` is generated from this file.
 """
 
 import contextlib

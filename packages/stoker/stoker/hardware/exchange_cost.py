@@ -41,8 +41,6 @@ class Workload:
     spread: float = 0.0
     """Standard deviation of the devices' step times, divided by their mean."""
     low_rank_fraction: float = LOW_RANK_FRACTION
-    weight_bytes: float | None = None
-    """Bytes of the weights; None: as many as of gradients."""
     compression_s: float = 0.0
     """Seconds of PowerSGD's products and orthogonalization, for each rank of the approximation."""
     cast_s: float = 0.0
@@ -98,8 +96,7 @@ def step_cost(work: Workload, link: DeviceLink, devices: int, method: SyncMethod
     backward_s = BACKWARD_FRACTION * compute_s
     match method.kind:
         case "every":
-            weights = gradients if work.weight_bytes is None else work.weight_bytes
-            return StepCost(compute_s, straggler_s, signals_s + all_reduce_s(link, devices, weights) / method.number)
+            return StepCost(compute_s, straggler_s, signals_s + all_reduce_s(link, devices, gradients) / method.number)
         case "powersgd":
             small = min(1.0, work.low_rank_fraction * method.number) * gradients
             extra_s = work.compression_s * method.number
