@@ -14,7 +14,7 @@ from stoker.evaluation.coco import match_detections
 from stoker.evaluation.detections import Detections, GroundTruth
 from stoker.evaluation.error_analysis import (
     MAX_MATRIX_CLASSES,
-    ClassStats,
+    ClassThreshold,
     build_evaluation,
     classify_errors,
     compute_class_stats,
@@ -184,7 +184,7 @@ def test_a_right_box_with_a_wrong_detection_is_right() -> None:
         image_indices=np.array([0]),
     )  # fmt: skip
     matches = compute_coco_result(gt, some).matches
-    zero = [ClassStats(0.0, None, None, None, [], [])] * 3
+    zero = [ClassThreshold(0.0, None, None, None, [], [])] * 3
     matrix = confusion_matrix(gt, some, classify_errors(gt, some, matches, zero))
     assert matrix.labels == [0, 1, 2]
     assert np.array(matrix.counts)[[0, 1, 2, 4]][:, [0, 1, 2, 4]].tolist() == [

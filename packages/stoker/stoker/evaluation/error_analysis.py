@@ -50,7 +50,7 @@ TRUE_POSITIVE, CROWD = "", "crowd"
 """`error_type` of detections that are not errors."""
 
 
-class ClassStats(NamedTuple):
+class ClassThreshold(NamedTuple):
     """The threshold of a class and its statistics; the fields are those of `metrics.ClassEvaluation`."""
 
     threshold: float | None
@@ -101,7 +101,7 @@ def best_threshold(gt: GroundTruth, detections: Detections, matches: CocoMatches
     return None if best is None else best[0]
 
 
-def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassStats]:
+def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassThreshold]:
     """The threshold with the best F1 of each class, and its histograms of scores."""
     best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
     label, score = detections.label[matches.order[best_first]], detections.score[matches.order[best_first]]
@@ -114,12 +114,12 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
         start = end
         histograms = [np.histogram(scores[mask], HISTOGRAM_BINS, (0, 1))[0].tolist() for mask in (tp, ~tp)]
         best = _best_f1(tp, scores, int(counts[class_index]))
-        stats.append(ClassStats(*(best or (None, None, None, None)), *histograms))
+        stats.append(ClassThreshold(*(best or (None, None, None, None)), *histograms))
     return stats
 
 
 def classify_errors(
-    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassStats]
+    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassThreshold]
 ) -> ErrorAnalysis:
     """Classifies the detections above the thresholds. A class without a threshold has none."""
     thresholds = np.array([np.inf if stats.threshold is None else stats.threshold for stats in classes], np.float64)

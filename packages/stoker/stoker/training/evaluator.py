@@ -91,9 +91,9 @@ def _read_ap(file: Path) -> float:
 class Evaluator:
     """The evaluations of a training. Called by the training thread only."""
 
-    def __init__(self, attempt: LoopContext, recorder: Recorder, stopper: Stopper) -> None:
-        setup, run = attempt.setup, attempt.setup.config.run
-        self._attempt, self._setup, self._parallel, self._ledger = attempt, setup, attempt.parallel, attempt.ledger
+    def __init__(self, context: LoopContext, recorder: Recorder, stopper: Stopper) -> None:
+        setup, run = context.setup, context.setup.config.run
+        self._context, self._setup, self._parallel, self._ledger = context, setup, context.parallel, context.ledger
         self._recorder, self._stopper = recorder, stopper
         self.trigger = IntervalTrigger(
             parse_duration(run.eval_every, "eval-every"), len(setup.train_indices), run.batch_size
@@ -164,10 +164,10 @@ class Evaluator:
         setup, parallel, step = self._setup, self._parallel, self._setup.state.step
         self.collect()
         if self._metrics is None:
-            self._attempt.hang_detector.allow_silence(2)  # the first batch chooses kernels, as the first step does
+            self._context.hang_detector.allow_silence(2)  # the first batch chooses kernels, as the first step does
         with self._ledger.phase("eval"):
             parallel.equalize()
-            detected = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
+            detected = retry_in_smaller_batches(self._context, "evaluation", self.run_inference)
             self._stopper.check_in_evaluation(is_last=True)
             parts = setup.ranks.gather(detected)
         self.trigger.reset()
@@ -176,7 +176,7 @@ class Evaluator:
             ema_weights = parallel.take_snapshot({}, ap=None)
         self.evaluated_step = step
         if parts is None or ema_weights is None:  # rank 0 has those of all, and computes the metrics
-            self._attempt.hang_detector.allow_silence()  # it may have to wait for those of the evaluation before
+            self._context.hang_detector.allow_silence()  # it may have to wait for those of the evaluation before
         else:
             detections = parts[0] if len(parts) == 1 else Detections.concatenate(parts)
             self.start(PendingEvaluation(step, detections, ema_weights))
@@ -188,7 +188,7 @@ class Evaluator:
     def evaluate_final(self) -> Metrics:
         """The metrics of the final weights, which are evaluated unless that was just done (`patience`)."""
         ranks = self._setup.ranks
-        self._attempt.hang_detector.allow_silence()  # other ranks wait while rank 0 computes and writes
+        self._context.hang_detector.allow_silence()  # other ranks wait while rank 0 computes and writes
         if ranks.share(lambda: self._metrics is None or self.evaluated_step != self._setup.state.step):
             self.evaluate(wait=True)
         metrics: Metrics | None = ranks.share_value(self._metrics)
@@ -197,7 +197,7 @@ class Evaluator:
 
     def collect(self) -> None:
         """Takes the metrics of the last evaluation into account; raises what ended their computation or `Stopping`."""
-        self._attempt.tracer.abandon()
+        self._context.tracer.abandon()
         task = self._task
         if task is None:
             return

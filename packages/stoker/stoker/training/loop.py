@@ -73,16 +73,16 @@ class Training:
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
-        self.attempt = LoopContext(
+        self.context = LoopContext(
             setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event
         )
-        self.train = Step(self.attempt)
+        self.train = Step(self.context)
         self.recovery = Recovery(setup, log_event)
-        self.recorder = Recorder(self.attempt, self.recovery)
-        self.stopper = Stopper(self.attempt, stop_request, HostMemoryGuard(setup.loader, log_event))
-        self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
+        self.recorder = Recorder(self.context, self.recovery)
+        self.stopper = Stopper(self.context, stop_request, HostMemoryGuard(setup.loader, log_event))
+        self.evaluator = Evaluator(self.context, self.recorder, self.stopper)
         self.owners = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.owners, self.evaluator, adapts_interval=adapts_interval)
+        self.saver = Saver(self.context, self.owners, self.evaluator, adapts_interval=adapts_interval)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: self.recovery.restore(self.owners, loaded))
@@ -232,11 +232,11 @@ class Saver:
     """The checkpoints of a training. owners: whose state they have; adapts_interval: the user set none."""
 
     def __init__(
-        self, attempt: LoopContext, owners: Sequence[StateOwner], evaluator: Evaluator, *, adapts_interval: bool
+        self, context: LoopContext, owners: Sequence[StateOwner], evaluator: Evaluator, *, adapts_interval: bool
     ) -> None:
-        setup, run = attempt.setup, attempt.setup.config.run
-        self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
-        self._log_event, self._owners, self._evaluator = attempt.log_event, owners, evaluator
+        setup, run = context.setup, context.setup.config.run
+        self._setup, self._parallel, self._ledger = setup, context.parallel, context.ledger
+        self._log_event, self._owners, self._evaluator = context.log_event, owners, evaluator
         self._adapts_interval = adapts_interval
         self._costs: deque[float] = deque(maxlen=KEPT_SAVES)
         self.trigger = IntervalTrigger(

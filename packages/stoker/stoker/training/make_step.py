@@ -151,13 +151,13 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> SingleProcess:
 class Step:
     """The step of a training, made again when micro-batches become smaller."""
 
-    def __init__(self, attempt: LoopContext) -> None:
-        self._attempt = attempt
+    def __init__(self, context: LoopContext) -> None:
+        self._context = context
         self._make()
 
     def _make(self) -> None:
         """Makes the step for the present size of a micro-batch."""
-        parallel, setup = self._attempt.parallel, self._attempt.setup
+        parallel, setup = self._context.parallel, self._context.setup
         self._train: Callable[[Batch], None] = functools.partial(train_step, parallel)
         if setup.config.run.cuda_graph and parallel.can_be_captured and not has_failed(setup.folder.path):
             data = setup.config.data
@@ -165,30 +165,30 @@ class Step:
 
     def prepare(self) -> None:
         """Chooses kernels and compiles, if that was asked for, before the first image is loaded."""
-        attempt = self._attempt
-        if attempt.setup.progress >= 1 and attempt.state.diverged_step is None:
+        context = self._context
+        if context.setup.progress >= 1 and context.state.diverged_step is None:
             return
-        compiles = attempt.parallel.compiles
+        compiles = context.parallel.compiles
         if compiles:
-            attempt.screen.note("compiling the model; --no-compile trains without")
-        with attempt.ledger.phase("compile") if compiles else contextlib.nullcontext():
-            choose_kernels(attempt.setup, attempt.log_event)
+            context.screen.note("compiling the model; --no-compile trains without")
+        with context.ledger.phase("compile") if compiles else contextlib.nullcontext():
+            choose_kernels(context.setup, context.log_event)
             retry_in_smaller_batches(
-                attempt, "training", lambda: attempt.parallel.warm_up(lambda: make_worst_case(attempt.setup))
+                context, "training", lambda: context.parallel.warm_up(lambda: make_worst_case(context.setup))
             )
 
     def __call__(self, batch: Batch, signals: Signals) -> None:
         """One step with this batch. signals: what this process tells the others."""
-        attempt, state = self._attempt, self._attempt.state
-        attempt.parallel.send_with_step(signals)
+        context, state = self._context, self._context.state
+        context.parallel.send_with_step(signals)
         while True:
             try:
-                attempt.setup.optimizer.set_scalars(state.lr, state.step)
+                context.setup.optimizer.set_scalars(state.lr, state.step)
                 self._train(batch)
                 return
             except (MemoryError, RuntimeError) as error:
                 message = read_message(error)  # the error ends here: its traceback keeps activations alive
-            shrink_batches(attempt, "training", message)
+            shrink_batches(context, "training", message)
             self._make()
 
 

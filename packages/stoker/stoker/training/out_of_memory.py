@@ -33,7 +33,7 @@ SETTLE_POLLS = 3
 """Polls after giving something back, in which buffers in use become free."""
 
 
-def retry_in_smaller_batches(attempt: LoopContext, activity: Activity, work: Callable[[], Result]) -> Result:
+def retry_in_smaller_batches(context: LoopContext, activity: Activity, work: Callable[[], Result]) -> Result:
     """The result of `work`, repeated with fewer images at a time for as long as memory is exhausted. With several ranks
     the next attempt of the run does so: the others are in the middle of the same step."""
     while True:
@@ -41,7 +41,7 @@ def retry_in_smaller_batches(attempt: LoopContext, activity: Activity, work: Cal
             return work()
         except (MemoryError, RuntimeError) as error:
             message = read_message(error)  # the error ends here: its traceback keeps activations alive
-        shrink_batches(attempt, activity, message)
+        shrink_batches(context, activity, message)
 
 
 def read_message(error: MemoryError | RuntimeError) -> str:
@@ -61,12 +61,12 @@ def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.M
     return sizes if smaller < min_size else sizes._replace(train=smaller)
 
 
-def shrink_batches(attempt: LoopContext, activity: Activity, message: str) -> None:
+def shrink_batches(context: LoopContext, activity: Activity, message: str) -> None:
     """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left. Raises
     OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are several
     ranks, as the others wait in an exchange: the next attempt of the run continues with the smaller sizes."""
-    setup, state, before = attempt.setup, attempt.state, attempt.state.sizes
-    attempt.hang_detector.allow_silence()  # new shapes: kernels are chosen or compiled again
+    setup, state, before = context.setup, context.state, context.state.sizes
+    context.hang_detector.allow_silence()  # new shapes: kernels are chosen or compiled again
     setup.optimizer.discard_gradients()
     setup.device.empty_cache()
     state.sizes = halve(before, activity, batch_size=setup.rank_batch_size, model=setup.model)
@@ -82,8 +82,8 @@ def shrink_batches(attempt: LoopContext, activity: Activity, message: str) -> No
     if activity == "training":
         what = f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images instead of "
         what += f"{before.train}; its batch stays {setup.config.run.batch_size}"
-    attempt.parallel.micro_batches = setup.micro_batches
-    attempt.log_event(
+    context.parallel.micro_batches = setup.micro_batches
+    context.log_event(
         "out_of_memory",
         f"out of memory in {activity}: {message}; {what}",
         activity=activity,

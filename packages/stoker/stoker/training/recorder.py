@@ -256,13 +256,13 @@ MIN_WINDOWS = 5
 class Recorder:
     """The records of this attempt of a run, from `begin` on."""
 
-    def __init__(self, attempt: LoopContext, recovery: Recovery) -> None:
-        self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
-        self._ledger, self._recovery = attempt.ledger, recovery
+    def __init__(self, context: LoopContext, recovery: Recovery) -> None:
+        self._context, self._setup, self._parallel = context, context.setup, context.parallel
+        self._ledger, self._recovery = context.ledger, recovery
         self._board: Board | None = None
         """TensorBoard's files; in rank 0."""
-        self._rank_records = RankRecords(attempt.setup, attempt.log_event)
-        self._stream = attempt.setup.device.make_stream()
+        self._rank_records = RankRecords(context.setup, context.log_event)
+        self._stream = context.setup.device.make_stream()
         self._pending: tuple[list[Tensor], ReadyEvent, int] | None = None
         """Sums of losses on their way to the host, and of how many steps."""
         self._last_read_step = 0
@@ -272,19 +272,19 @@ class Recorder:
         """Call it at the first step of this attempt, and after a rollback."""
         setup = self._setup
         if self._board is None and setup.ranks.is_main:
-            warn = functools.partial(self._attempt.log_event, "warning")
+            warn = functools.partial(self._context.log_event, "warning")
             self._board = Board(setup.folder.path, purge_step=setup.state.step, on_error=warn)
         self._last_read_step = setup.state.step
         suspects = Suspects(
             setup.optimizer.names, functools.partial(name_images, setup), setup.config.optim.clip_grad_norm or 0.0,
             setup.optimizer.update_ratios,
         )  # fmt: skip
-        self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr, suspects)
+        self._alerts = StabilityAlerts(self._context.log_event, self._recovery.peak_lr, suspects)
 
     def after_step(self) -> None:
         """Writes the line of a window once a second; rank 0 also takes profiler windows."""
         if self._setup.ranks.is_main:
-            self._attempt.tracer.after_step(self._setup.state.step)
+            self._context.tracer.after_step(self._setup.state.step)
         self.read_stats()
 
     def read_stats(self, *, wait: bool = False) -> None:
@@ -320,7 +320,7 @@ class Recorder:
 
     def add_evaluation(self, step: int, metrics: Metrics, images: Sequence[ImageWithBoxes]) -> None:
         """Shows the metrics of an evaluation, and some of its images. Callable from any thread, in rank 0."""
-        self._attempt.screen.evaluated(step, metrics)
+        self._context.screen.evaluated(step, metrics)
         if self._board is not None:
             self._board.add_metrics(step, metrics)
             self._board.add_images(step, images, self._setup.index.class_names)
@@ -386,7 +386,7 @@ class Recorder:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
             done = setup.progress
-            self._attempt.screen.progress(
+            self._context.screen.progress(
                 window,
                 fraction_done=min(1.0, done),
                 total_steps=setup.total_steps,

@@ -273,10 +273,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
 class Stopper:
     """Raises `Stopping` where a training that was asked to stop can do so."""
 
-    def __init__(self, attempt: LoopContext, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
-        setup = attempt.setup
-        self.request, self._parallel = request, attempt.parallel
-        self._hang_detector, self._tracer = attempt.hang_detector, attempt.tracer
+    def __init__(self, context: LoopContext, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
+        setup = context.setup
+        self.request, self._parallel = request, context.parallel
+        self._hang_detector, self._tracer = context.hang_detector, context.tracer
         self._memory_guard, self._writer, self._is_alone = memory_guard, setup.writer, setup.ranks.alone
         limit_s = time_limit_s()
         self._time_limit_at_s = math.inf if limit_s is None else time.perf_counter() + limit_s
