@@ -583,13 +583,10 @@ SETTINGS: dict[str, Row] = {
     "image_size": derive_image_size,
     "scale_jitter_prob": derive_scale_jitter_prob,
     "scale_range": derive_scale_range,
+    **dict.fromkeys(name for name, of in SECTION_OF.items() if of == "model" and name not in ("model", "weights")),
     "backbone_norm": derive_backbone_norm,
     "trainable_backbone_layers": derive_trainable_backbone_layers,
     "anchor_sizes": derive_anchor_sizes,
-    **dict.fromkeys(
-        ("anchor_scales", "aspect_ratios", "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss",
-         "reduced_tail", "nms_free", "depthwise", "queries", "class_loss")
-    ),
     # The device and the batch.
     **_defaults("model", "optim", "run"),
     "device": derive_device,
