@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CHECK = """
 from stoker_watch.cli.app import app
 from stoker.config.settings import check_config, from_fields, from_toml, to_toml
+from stoker.models.table import check_settings
 from stoker.training.defaults.derive import SETTINGS
 import pathlib
 config = from_fields({"label_smoothing": 0.1})
@@ -24,6 +25,7 @@ assert from_toml(pathlib.Path("c.toml"))[0].model.label_smoothing == 0.1
 _, bound, _ = app.parse_args(["train", "images", "--label-smoothing", "0.2"])
 assert bound.arguments["config"].model.label_smoothing == 0.2
 assert SETTINGS["label_smoothing"][0] == 0.0
+check_settings(config.replace(model="retinanet_tiny_fpn").model)
 try:
     check_config(from_fields({"label_smoothing": 0.9}))
 except Exception as error:

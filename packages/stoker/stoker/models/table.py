@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.config.architectures import Architecture, find_architecture, read_architectures
-from stoker.config.settings import SECTION_OF, Config, ModelSettings
+from stoker.config.settings import SECTION_OF, Config, ModelSettings, setting_rows
 from stoker.models.detector import Detector
 from stoker.models.detr_weights import convert_dfine, convert_rf_detr
 from stoker.models.dfine import DFine
@@ -92,9 +92,10 @@ def check_image_size(config: Config) -> None:
         raise ConfigError(what, choices=[nearest_size])
 
 
-COMMON_FIELDS = frozenset(
-    {"model", "weights", "backbone_norm", "trainable_backbone_layers", "activation_checkpointing"}
-)
+COMMON_FIELDS = frozenset({"model", "weights", "backbone_norm", "trainable_backbone_layers"}) | {
+    name for name, row in setting_rows().items() if row.reason and SECTION_OF[name] == "model"
+}
+"""Settings that all models have: also those of ModelSettings with a default in knowledge/settings.toml."""
 
 
 def check_settings(settings: ModelSettings) -> None:
