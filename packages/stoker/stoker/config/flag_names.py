@@ -74,15 +74,6 @@ def _meaning_of_value(flag: str, value: str | None) -> _Meaning | None:
     return None
 
 
-def setting_of(key: str) -> str:
-    """The setting that a key of a TOML file means, as other tools name it, in the form of a Python name; the key itself
-    if nothing else is known of it."""
-    flag = key.replace("_", "-").lower()
-    rows = _table().flags["train"]
-    found = next((row.flag for row in rows if row.flag and flag in row.names), flag)
-    return found.replace("-", "_")
-
-
 def translate(
     arguments: Sequence[str], flags_of: Callable[[list[str]], Mapping[str, bool] | None]
 ) -> tuple[list[str], list[str]]:

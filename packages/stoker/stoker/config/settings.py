@@ -344,9 +344,8 @@ def _misplaced(path: Path, text: str, section: str, key: str, value: Any) -> Con
 
 def _find_meant(key: str, value: Any) -> tuple[str, Any, bool]:
     """(the setting that a key means, its value there, whether the name is a guess). No name: nothing is like it."""
-    from stoker.config.flag_names import setting_of  # for this message only
-
-    name = setting_of(key)
+    flag, rows = flag_of(key).lower(), read_toml("flags.toml")["flags"]["train"]  # as other tools name it
+    name = next((row["flag"] for row in rows if "flag" in row and flag in row["names"]), flag).replace("-", "_")
     if name in ("epochs", "steps", "max_time") and type(value) in (int, float):
         with contextlib.suppress(ConfigError):  # a length that cannot be is shown as it is
             value = join_length({name: value})["max_duration"]
