@@ -16,8 +16,8 @@ from stoker_watch.hardware.cgroup import set_spin_count
 
 set_spin_count()  # before torch is imported, as the trainer does it
 
-# How long an example takes says something about the machine, which others use, too. The examples are the same each time,
-# so that a failure is the fault of the code; STOKER_RANDOM_EXAMPLES=1 draws others, as `make test-long` does.
+# How long an example takes says something about the machine, which others use, too. The examples are the same each
+# time, so that a failure is the fault of the code; STOKER_RANDOM_EXAMPLES=1 draws others, as `make test-long` does.
 hypothesis.settings.register_profile(
     "stoker", deadline=None, derandomize="STOKER_RANDOM_EXAMPLES" not in os.environ, database=None
 )
