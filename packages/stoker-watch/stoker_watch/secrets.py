@@ -16,7 +16,7 @@ from stoker_watch.knowledge import read_toml
 MASK = "***"
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _SecretForms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """secrets.toml, which explains its fields."""
 
     words: frozenset[str]
@@ -27,7 +27,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forms: tuple[str, ...]
 
 
-_TABLE = msgspec.convert(read_toml("secrets.toml"), _Table)
+_TABLE = msgspec.convert(read_toml("secrets.toml"), _SecretForms)
 _FORMS = [re.compile(form) for form in _TABLE.forms]
 _NO_KEY_AFTER = re.compile(_TABLE.no_key_after)
 _NUMBER = re.compile(r"[-+]?[\d.,]+(?![^\s\0])")

@@ -52,11 +52,8 @@ def test_places_of_a_run_are_added_up_by_role_and_rank(tmp_path: Path) -> None:
     assert in_parser is not None
     assert (in_parser.line, in_parser.seconds) == ("data.py:7", 7.5)
     assert find_places(run, "worker", leaf="json/") is None
-    assert find_places(run, line="launch.py") is None, "it only waits for its children"
-    assert find_places(run, line="train.py:1$") is None
-    at_start = find_places(run, line="train.py:1$", include_startup=True)
-    assert at_start is not None
-    assert at_start.is_startup
+    assert all(place.line != "launch.py:1" for place in run.places), "it only waits for its children"
+    assert [place.is_startup for place in run.places if place.line == "train.py:1"] == [True]
     assert run.place_totals == {("training", 0): 30.0, ("worker", 0): 10.0}, "after the start"
     assert run.stacks.samples == 120, "of processes that train"
 

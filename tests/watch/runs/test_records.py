@@ -469,9 +469,7 @@ def test_a_huge_event_of_an_older_version_is_read_without_its_data(tmp_path: Pat
 
 @linux
 def test_files_that_hold_commands_and_variables_are_private(tmp_path: Path) -> None:
-    """Whatever the umask, and also those that an older version wrote."""
-    (tmp_path / EVENTS).touch(mode=0o644)
-    (tmp_path / EVENTS).chmod(0o644)
+    """Whatever the umask."""
     before = os.umask(0)
     try:
         with records.recording(tmp_path, {"argv": ["x"]}, "x", fix="x") as (folder, _):

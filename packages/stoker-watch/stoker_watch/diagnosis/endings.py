@@ -211,9 +211,7 @@ def is_exception_line(text: str) -> bool:
 
 _BLOCK = re.compile(r"Traceback \(most recent call last\)")
 _FRAME = re.compile(r'^\W*File "(?P<file>[^"]{1,1000})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
-_NOT_OWN = re.compile(
-    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker(?:_watch/recording|/profiling)/"
-)
+_NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/stoker_watch/recording/")
 _MAX_OWN_FRAMES = 3
 
 

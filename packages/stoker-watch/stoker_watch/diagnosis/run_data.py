@@ -467,6 +467,15 @@ class PlaceTotal:
     bursts: int
     """Groups of consecutive lines in which it was seen."""
 
+    @property
+    def file_and_function(self) -> tuple[str, str]:
+        return self.line.rpartition(":")[0], self.function
+
+    @property
+    def thread(self) -> tuple[str, int]:
+        """Role and rank; the workers of all ranks do the same, and count as those of rank 0."""
+        return self.role, self.rank if self.role == "training" else 0
+
 
 MAX_START_SAMPLES = 3600
 """Samples of devices.jsonl before the first step that are kept: an hour."""

@@ -28,8 +28,8 @@ MAX_OUTPUT_BYTES = 2**20
 MAX_LINE_CHARS = 2000
 """Characters of a line that are read. The patterns have bounded repeats (`endings.py` sets the
 bounds of those in its catalog), so the time is proportional to the length of the output."""
-_EXIT_CODES = {"finished": 0, "preempted": 75}
-"""Event of stoker's own runs → exit code, as in stoker_watch/errors.py."""
+_EXIT_CODES = {"finished": 0, "preempted": 75, "failed": 1}
+"""Event of an end → exit code, where its data have none: as in stoker_watch/errors.py."""
 _HEAD_BYTES = 4096
 """Bytes of output.log whose checksum identifies it, as in `watch/recorder.py`."""
 _SEEK_DATA = getattr(os, "SEEK_DATA", os.SEEK_SET)
@@ -169,7 +169,7 @@ class EndReader:
             output = tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in lines)
         gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
         return Termination(
-            exit_code=None if end is None else _infer_exit_code(end),
+            exit_code=None if end is None else end_data.get("exit_code", _EXIT_CODES[end.kind]),
             source=source,
             output=output,
             kernel_log=tuple(LogLine(text, source) for text in end_data.get("kernel", ())),
@@ -221,12 +221,6 @@ def _memory_growth(samples: list[DeviceSample]) -> float:
     return max(0.0, fractions[1] - fractions[0])
 
 
-def _infer_exit_code(end_event: Event) -> int | None:
-    """None: of an external job whose exit code the kernel did not report."""
-    inferred = _EXIT_CODES.get(end_event.kind, _python_exit_code(end_event.text))
-    return end_event.data.get("exit_code", inferred)  # type: ignore[no-any-return]
-
-
 def _read_attempt_output(run_dir: Path, start: Event | None) -> tuple[LogLine, ...]:
     """The attempt's part of the output; `start` has its offset. The file may have been rotated to output.1.log
     since; the checksum of its beginning identifies it, also in a copy."""
@@ -249,11 +243,6 @@ def _head_checksum(path: Path, offset: int) -> int | None:
         return None
     with regular_files.open_file(path) as file:
         return zlib.crc32(file.read(min(offset, _HEAD_BYTES)))
-
-
-def _python_exit_code(error: str) -> int:
-    """Python's exit code after an error that is not stoker's."""
-    return 130 if error.startswith("KeyboardInterrupt") else 1
 
 
 # The output

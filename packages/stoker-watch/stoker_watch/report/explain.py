@@ -24,7 +24,7 @@ from stoker_watch.diagnosis.causes.shared import has_enough_stacks
 from stoker_watch.diagnosis.log_meters import find_printed_wait
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.places.costly import frequency, join_lines, list_loops, list_parts, list_places
-from stoker_watch.diagnosis.places.totals import merge_places
+from stoker_watch.diagnosis.places.totals import merge_by
 from stoker_watch.diagnosis.places.trees import PlaceNode, place_trees
 from stoker_watch.diagnosis.postmortem import explain, explain_unknown
 from stoker_watch.diagnosis.reader import Observer, read_run
@@ -276,14 +276,11 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
 
 
 def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
-    """Of a job without a known step, as one that prepares data: the lines where its main thread was."""
+    """The lines where the main thread of a job without a known step was, as of one that prepares data."""
     if not run_records.is_external or run_records.totals.steps:
         return []
-    lines: dict[tuple[int, str, str], list[PlaceTotal]] = {}
-    for place in run_records.places:
-        if place.role == "training" and place.line:
-            lines.setdefault((place.rank, place.line, place.call), []).append(place)
-    sums = filter(None, map(merge_places, lines.values()))
+    places = (place for place in run_records.places if place.role == "training" and place.line)
+    sums = merge_by(places, lambda place: (place.rank, place.line, place.call)).values()
     largest = sorted((total for total in sums if total.seconds >= 1.0), key=lambda total: -total.seconds)
     return [_place_time(total, "") for total in largest[:MAX_PLACES]]
 

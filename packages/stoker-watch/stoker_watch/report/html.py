@@ -211,11 +211,9 @@ def confusion_rows(evaluation: Evaluation) -> list[list[Child]]:
     return [[names[row.gt_label], names[row.pred_label], fmt.count(row.count)] for row in evaluation.confusions[:10]]
 
 
-def confusion_table(evaluation: Evaluation) -> Markup | None:
-    """The confusion matrix; the darker a cell, the larger its fraction of the row. None if the run has none."""
-    if (matrix := evaluation.confusion_matrix) is None:
-        return None
-    classes = class_names(evaluation)
+def confusion_table(evaluation: Evaluation) -> Markup:
+    """The confusion matrix; the darker a cell, the larger its fraction of the row."""
+    matrix, classes = evaluation.confusion_matrix, class_names(evaluation)
     names = [*(classes[label] for label in matrix.labels), "other classes", "background"]
     shown = [n for n in range(len(names)) if len(matrix.labels) < len(classes) or names[n] != "other classes"]
     rows: list[list[Child]] = []

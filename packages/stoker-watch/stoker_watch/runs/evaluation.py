@@ -179,10 +179,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest F1 first; among equal ones, the one with more errors."""
     best: list[ImageEvaluation]
     """Highest F1 first; among equal ones, the one with more boxes."""
+    confusion_matrix: ConfusionMatrix
+    """What the boxes of the most frequent classes were detected as."""
     threshold: float | None = None
     """Score threshold with the best F1 of all classes together, at IoU 0.5; None without true positives."""
-    confusion_matrix: ConfusionMatrix | None = None
-    """None in files of earlier versions."""
 
 
 class Thumbnail(msgspec.Struct, frozen=True, kw_only=True):

@@ -271,12 +271,11 @@ _Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})
 SettingsData = TypedDict("SettingsData", {
     "backbone_norm": str, "batch_size": Positive, "brightness": Number, "cache": str, "contrast": Number, "data": str,
     "device": str, "hue": Number, "image_size": tuple[Positive, Positive],
-    "max_duration": Annotated[str, msgspec.Meta(max_length=64)] | Number, "mosaic": Number, "precision": str,
+    "max_duration": Annotated[str, msgspec.Meta(max_length=64)], "mosaic": Number, "precision": str,
     "price_per_device_hour": Amount, "saturation": Number, "scale_range": tuple[Number, Number], "stages": Positive,
     "trainable_backbone_layers": Count, "weights": str, "workers": Count | str,
 }, total=False)  # fmt: skip
-"""What is read of the settings of a run, in its config.toml and in the event `resumed`, with the types that any version
-had."""
+"""What is read of the settings of a run, in its config.toml and in the event `resumed`."""
 _Restart = TypedDict("_Restart", {"oom_kills": Count}, total=False)
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {

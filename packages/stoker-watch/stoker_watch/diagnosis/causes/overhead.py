@@ -99,7 +99,7 @@ def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
         if place.role == "training" and (
             place.kind in (AFTER_STEP, WITHOUT_GRADIENTS)
             or (place.kind in ("python", "decode", "gc")
-                and (place.line.rpartition(":")[0], place.function) not in have_steps)
+                and place.file_and_function not in have_steps)
         )
     ]  # fmt: skip
     if not places or sum(place.seconds for place in places) < cause.threshold("places") * run.phase_seconds("eval"):

@@ -46,7 +46,7 @@ from stoker_watch.diagnosis.places.costly import (
     list_places,
     name_cost,
 )
-from stoker_watch.diagnosis.places.totals import find_places, merge_places
+from stoker_watch.diagnosis.places.totals import find_places, merge_by, merge_places
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
@@ -581,18 +581,17 @@ def _at_place(finding: Finding, rank: int, place: PlaceTotal) -> Finding:
 def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | None:
     """(rank, seconds, evidence, the place) of the line outside of steps that takes certainly more of one rank's time
     than of any other's; None if nothing does."""
-    by_line: dict[str, dict[int, list[PlaceTotal]]] = {}
+    places = [place for place in run.places if place.role == "training" and not place.is_startup]
     samples: collections.Counter[int] = collections.Counter()
-    for place in run.places:
-        is_own = place.kind in _OWN_KINDS and place.line and not re.search(IMPORT, place.call)
-        if place.role != "training" or place.is_startup:
-            continue
+    for place in places:
         samples[place.rank] += place.samples
-        if is_own:
-            by_line.setdefault(place.line, {}).setdefault(place.rank, []).append(place)
+    own = (place for place in places
+           if place.kind in _OWN_KINDS and place.line and not re.search(IMPORT, place.call))  # fmt: skip
+    by_line: dict[str, dict[int, PlaceTotal]] = {}
+    for (line, rank), total in merge_by(own, lambda place: (place.line, place.rank)).items():
+        by_line.setdefault(line, {})[rank] = total
     best: tuple[int, float, Evidence, PlaceTotal] | None = None
-    for line, ranks in by_line.items():
-        totals = {rank: total for rank, places in ranks.items() if (total := merge_places(places)) is not None}
+    for line, totals in by_line.items():
         rank = max(totals, key=lambda rank: totals[rank].seconds)
         others_s = max((total.seconds for other, total in totals.items() if other != rank), default=0.0)
         place, seconds = totals[rank], totals[rank].seconds - others_s
@@ -623,11 +622,10 @@ def _neighbors_excess_s(run: RunRecords, place: PlaceTotal) -> float:
 
 def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
     """Seconds of a rank in the whole function of a place that the others do not spend there; 0 of one that trains."""
-    function = (place.line.rpartition(":")[0], place.function)
     seconds: dict[int, float] = {rank: 0.0}
     trains_s = 0.0
     for other in run.places:
-        if other.role != "training" or other.is_startup or (other.line.rpartition(":")[0], other.function) != function:
+        if other.role != "training" or other.is_startup or other.file_and_function != place.file_and_function:
             continue
         if other.kind in (*_OWN_KINDS, "sync"):
             seconds[other.rank] = seconds.get(other.rank, 0.0) + other.seconds
@@ -679,11 +677,8 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
 
 def _own_collective(run: RunRecords, cause: Cause) -> PlaceTotal | None:
     """The line with most of the samples of collectives, if the job calls one there itself."""
-    lines: dict[str, list[PlaceTotal]] = {}
-    for place in run.places:
-        if place.role == "training" and place.kind == "comm" and place.line and not place.is_startup:
-            lines.setdefault(place.line, []).append(place)
-    totals = [total for places in lines.values() if (total := merge_places(places)) is not None]
+    found = [place for place in run.places if place.kind == "comm" and place.line and not place.is_startup]
+    totals = merge_by((place for place in found if place.role == "training"), lambda place: place.line).values()
     largest = max(totals, key=lambda total: total.samples, default=None)
     if largest is None or run.is_native_run or largest.call.endswith("backward"):
         return None

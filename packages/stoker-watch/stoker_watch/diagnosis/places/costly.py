@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Container, Iterable, Sequence
 
-from stoker_watch.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_places, scale_to_leaves
+from stoker_watch.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_by, merge_places, scale_to_leaves
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
 
@@ -82,12 +82,12 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
     the loop (`model.fit`), and no place."""
     # torch computes in the step itself on a CPU: nothing is waited for where a tensor is printed or made a list
     formats_tensors = run.on_cpu and run.computes_with_torch and "jax" not in run.frameworks
-    groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
-    in_steps: collections.Counter[tuple[str, int, str, str]] = collections.Counter()
+    listed: list[PlaceTotal] = []
+    in_steps: collections.Counter[tuple[tuple[str, int], str, str]] = collections.Counter()
     for total in _with_loops(run):
         if total.is_startup or not total.line:
             continue
-        key = (total.role, total.rank if total.role == "training" else 0, total.line, total.call)
+        key = _line_and_call(total)
         waits = total.kind == "idle" and (
             (
                 total.role == "training"
@@ -104,12 +104,15 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         outside = _without_graph_steps(total)
         in_steps[key] += total.samples - outside.samples
         if outside.samples:
-            groups.setdefault(key, []).append(outside)
-    merged = [
-        place for key, group in groups.items()
-        if (place := merge_places(group)) is not None and (key[0] != "training" or in_steps[key] <= place.samples)
-    ]  # fmt: skip
-    return _sort_by_cost(run, merged)
+            listed.append(outside)
+    merged = merge_by(listed, _line_and_call).items()
+    return _sort_by_cost(
+        run, [place for key, place in merged if place.role != "training" or in_steps[key] <= place.samples]
+    )
+
+
+def _line_and_call(place: PlaceTotal) -> tuple[tuple[str, int], str, str]:
+    return place.thread, place.line, place.call
 
 
 def _with_loops(run: RunRecords) -> list[PlaceTotal]:
@@ -119,7 +122,7 @@ def _with_loops(run: RunRecords) -> list[PlaceTotal]:
     have_steps = functions_with_steps(run)
     return [
         dataclasses.replace(total, kind="python")
-        if total.kind == LOOP_IN_STEP and (total.line.rpartition(":")[0], total.function) not in have_steps
+        if total.kind == LOOP_IN_STEP and total.file_and_function not in have_steps
         else total
         for total in run.places
     ]
@@ -143,34 +146,28 @@ def _without_graph_steps(total: PlaceTotal) -> PlaceTotal:
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
     """Of a training of stoker's own, after the start: the parts of stoker that the training thread was in, but for the
     training step, and the functions of the threads that load, the largest first."""
-    groups: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
-    for total in run.places:
-        works = total.part != TRAINING_STEP if total.role == "training" else total.kind != "idle"
-        if total.part and not total.line and not total.is_startup and works:
-            rank, function = (total.rank, "") if total.role == "training" else (0, total.function.partition(" ")[0])
-            groups.setdefault((total.role, rank, total.part, function), []).append(total)
-    merged = [place for group in groups.values() if (place := merge_places(group)) is not None]
-    return sorted(merged, key=lambda place: -place.seconds)
+
+    def part_of(place: PlaceTotal) -> tuple[tuple[str, int], str, str]:
+        return place.thread, place.part, "" if place.role == "training" else place.function.partition(" ")[0]
+
+    parts = (place for place in run.places if place.part and not place.line and not place.is_startup)
+    working = (
+        place for place in parts if (place.part != TRAINING_STEP if place.role == "training" else place.kind != "idle")
+    )
+    return sorted(merge_by(working, part_of).values(), key=lambda place: -place.seconds)
 
 
 def list_loops(run: RunRecords) -> list[PlaceTotal]:
     """Functions with a Python loop inside of the training step, of at least MIN_LOOP of the time at the low end of
     their interval, the largest first, with their most costly line; those that are places (`list_places`) are not
     among them."""
-    groups: dict[tuple[int, str, str], list[PlaceTotal]] = {}
-    for total in _with_loops(run):
-        if total.kind == LOOP_IN_STEP and not total.is_startup:
-            groups.setdefault((total.rank, total.line.rpartition(":")[0], total.function), []).append(total)
+    in_loops = [total for total in _with_loops(run) if total.kind == LOOP_IN_STEP and not total.is_startup]
+    lines = merge_by(in_loops, lambda total: (total.rank, total.line, total.function)).values()
     loops: list[PlaceTotal] = []
-    for group in groups.values():
-        lines: dict[str, list[PlaceTotal]] = {}
-        for total in group:
-            lines.setdefault(total.line, []).append(total)
-        ordered = sorted(lines.values(), key=lambda line: -sum(total.seconds for total in line))
-        loop, first = merge_places(group), merge_places(ordered[0])
-        assert loop is not None
-        assert first is not None
-        if loop.low_s >= MIN_LOOP * run.place_totals["training", loop.rank]:
+    for (rank, function), loop in merge_by(in_loops, lambda total: (total.rank, total.file_and_function)).items():
+        if loop.low_s >= MIN_LOOP * run.place_totals["training", rank]:
+            own = (line for line in lines if (line.rank, line.file_and_function) == (rank, function))
+            first = max(own, key=lambda line: line.seconds)
             loops.append(dataclasses.replace(loop, line=first.line, call=first.call))
     return sorted(loops, key=lambda loop: -loop.seconds)
 
@@ -182,10 +179,10 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     function that does much else; decoders, but for those of a training thread whose loader has workers. A function of
     which one line is most of it is that line, else the place has no call."""
     have_steps = functions_with_steps(run)
-    functions: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    functions: dict[tuple[str, int, tuple[str, str]], list[PlaceTotal]] = {}
     lines: dict[_Line, list[PlaceTotal]] = {}
     decoders: list[PlaceTotal] = []
-    writes: dict[tuple[str, int, str, str], list[PlaceTotal]] = {}
+    writes: dict[tuple[str, int, tuple[str, str]], list[PlaceTotal]] = {}
     in_loop = {key for total in run.places if total.kind in IN_STEP for key in _lines_of(total)[1:]}
     loads_elsewhere = has_workers(run)
     for place in list_places(run):
@@ -197,17 +194,17 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
         )
         is_loop = place.role == "training" and LOOP_CALL.search(place.call)
         is_known = is_loop or LOADER_CALL.search(place.call) or re.search(STARTS, place.call)
-        file = place.line.rpartition(":")[0]
-        has_step = place.role == "training" and (file, place.function) in have_steps
+        function = (place.role, place.rank, place.file_and_function)
+        has_step = place.role == "training" and place.file_and_function in have_steps
         if is_own and not is_known and (place.call or not has_step):
             if has_step:
                 lines.setdefault((place.role, place.rank, place.line), []).append(place)
             else:
-                functions.setdefault((place.role, place.rank, file, place.function), []).append(place)
+                functions.setdefault(function, []).append(place)
         elif place.role == "training" and place.kind == "decode" and not in_loop.isdisjoint(_lines_of(place)[1:]):
             decoders.append(place)  # that the training thread calls itself, and no loader
         elif place.kind == "checkpoint":
-            writes.setdefault((place.role, place.rank, file, place.function), []).append(place)
+            writes.setdefault(function, []).append(place)
     merged = [_merge_lines(_with_writes(group, writes.get(key, [])), "") for key, group in functions.items()]
     for group in _join_neighbors(lines.values()):
         calls = {place.call for place in group}
@@ -217,7 +214,7 @@ def heavy_places(run: RunRecords, min_fraction: float) -> list[PlaceTotal]:
     parts = [place for group in (*functions.values(), *lines.values()) for place in group]
     beside, besides_step = _lines_beside_jax_step(run)
     for caller in _join_callees(run, parts, decoders + beside, besides_step):
-        if all(place.seconds < MOST * caller.seconds for place in merged if _thread(place) == _thread(caller)):
+        if all(place.seconds < MOST * caller.seconds for place in merged if place.thread == caller.thread):
             merged.append(caller)
     heavy = [place for place in merged if place.low_s >= min_fraction * run.observed_s(place)]
     return sorted(heavy, key=lambda place: -place.seconds)
@@ -324,12 +321,7 @@ def _join_callees(
 def _lines_of(place: PlaceTotal) -> list[_Line]:
     """(role, rank, line) of a place and of its callers, the innermost first."""
     lines = [place.line, *filter(None, place.callers.split(" < "))]
-    return [(*_thread(place), line) for line in dict.fromkeys(lines)]
-
-
-def _thread(place: PlaceTotal) -> tuple[str, int]:
-    """Role and rank; the workers of all ranks do the same."""
-    return place.role, place.rank if place.role == "training" else 0
+    return [(*place.thread, line) for line in dict.fromkeys(lines)]
 
 
 def _callers_of(place: PlaceTotal, line: str) -> str:
@@ -344,7 +336,7 @@ def is_callees(place: PlaceTotal | Place) -> bool:
 
 def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
     """Of a place of `_join_callees`: the places that it has called, the largest first."""
-    key = (*_thread(place), place.line)
+    key = (*place.thread, place.line)
     return [other for other in list_places(run) if other.kind not in _KINDS_WITH_CAUSES and key in _lines_of(other)]
 
 
@@ -358,7 +350,7 @@ def functions_with_steps(run: RunRecords) -> set[tuple[str, str]]:
     updates: set[tuple[str, str]] = set()
     for total in run.places:
         if total.role == "training" and not total.is_startup:
-            key = (total.line.rpartition(":")[0], total.function)
+            key = total.file_and_function
             totals[key] += total.samples
             if total.kind in IN_STEP - {WITHOUT_GRADIENTS} or any(map(_RUNS_STEP.search, total.leaves)):
                 in_steps[key] += total.samples
@@ -375,7 +367,7 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
     """The places, of which those are one that a line of the training thread calls, those that a line has in calls of
     one class or module of a package, as of a loader that starts and ends in it, and those of neighboring lines of a
     function that make the same call. The most costly first."""
-    of_lines: dict[tuple[str, int, str, str, str], list[PlaceTotal]] = {}
+    of_modules: list[PlaceTotal] = []
     own = [place for place in places if place.role == "training" and place.kind not in _KINDS_WITH_CAUSES]
     joined = _join_callees(run, own)
     callers = {_lines_of(caller)[0] for caller in joined}
@@ -386,12 +378,8 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
             and not callers.isdisjoint(_lines_of(place))
         ):
             continue
-        module = module_of(place.call)
-        if "." in module:
-            of_lines.setdefault((*_thread(place), place.line, place.kind, module), []).append(place)
-        else:
-            joined.append(place)
-    joined += [total for group in of_lines.values() if (total := merge_places(group)) is not None]
+        (of_modules if "." in module_of(place.call) else joined).append(place)
+    joined += merge_by(of_modules, lambda place: (place.thread, place.line, place.kind, module_of(place.call))).values()
     calls: dict[tuple[str, str], list[list[PlaceTotal]]] = {}
     for place in joined:
         if place.call:
@@ -406,10 +394,10 @@ def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
     """All that a line calls, as one place, if `place` is most of it, and not nearly all: a loop over all anchors, and
     the function that it calls for each. Of several such lines the outermost, none in which steps are."""
     others = _KINDS_WITH_CAUSES - {place.kind}
-    of_thread = [one for one in list_places(run) if _thread(one) == _thread(place) and one.kind not in others]
+    of_thread = [one for one in list_places(run) if one.thread == place.thread and one.kind not in others]
     in_steps = [one for one in run.places if one.kind in IN_STEP and not one.is_startup]
     for line in reversed(place.callers.split(" < ")):
-        key = (*_thread(place), line)
+        key = (*place.thread, line)
         whole = merge_places(one for one in of_thread if key in _lines_of(one))
         steps = sum(one.samples for one in in_steps if key in _lines_of(one))
         if whole is None or steps >= MIN_STEPS * whole.samples:
@@ -428,12 +416,12 @@ def find_neighbors(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
         return None
     lines: dict[int, list[PlaceTotal]] = {}
     for one in list_places(run):
-        is_here = _thread(one) == _thread(place) and (_position(one)[0], one.function) == (file, place.function)
+        is_here = one.thread == place.thread and (_position(one)[0], one.function) == (file, place.function)
         if is_here and one.kind not in _KINDS_WITH_CAUSES:
             lines.setdefault(_position(one)[1], []).append(one)
     steps: collections.Counter[int] = collections.Counter()
     for one in run.places:
-        if one.kind in IN_STEP | _KINDS_WITH_CAUSES and _thread(one) == _thread(place) and _position(one)[0] == file:
+        if one.kind in IN_STEP | _KINDS_WITH_CAUSES and one.thread == place.thread and _position(one)[0] == file:
             steps[_position(one)[1]] += one.samples
     in_steps = {line for line, count in steps.items() if count > sum(one.samples for one in lines.get(line, ()))}
     around = [at]
@@ -477,14 +465,9 @@ def _join_neighbors(lines: Iterable[list[PlaceTotal]]) -> list[list[PlaceTotal]]
 def _join_calls(places: list[PlaceTotal]) -> list[PlaceTotal]:
     """Merges places of one thread that call the same function of the standard library or of a package that computes on
     the host alone, such as `copy.deepcopy` in two functions of the job."""
-    groups: dict[tuple[str, int, str], list[PlaceTotal]] = {}
-    joined: list[PlaceTotal] = []
-    for place in places:
-        if NEVER_A_STEP.match(place.call):
-            groups.setdefault((*_thread(place), place.call), []).append(place)
-        else:
-            joined.append(place)
-    return joined + [total for group in groups.values() if (total := merge_places(group)) is not None]
+    on_host = [place for place in places if NEVER_A_STEP.match(place.call)]
+    others = [place for place in places if not NEVER_A_STEP.match(place.call)]
+    return [*others, *merge_by(on_host, lambda place: (place.thread, place.call)).values()]
 
 
 def _position(place: PlaceTotal) -> tuple[str, int]:

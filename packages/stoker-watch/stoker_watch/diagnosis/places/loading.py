@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from stoker_watch.diagnosis.places.costly import LOADER_CALL, READS
-from stoker_watch.diagnosis.places.totals import merge_places, wilson
+from stoker_watch.diagnosis.places.totals import merge_by, wilson
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 
 MIN_LOADER_SAMPLES = 10
@@ -24,11 +24,8 @@ def _loading(run: RunRecords) -> list[PlaceTotal]:
 def loading_places(run: RunRecords) -> list[PlaceTotal]:
     """Lines and calls of who loads the data, and of other threads, the most costly first."""
     found = [*_loading(run), *(place for place in run.places if place.role == "thread" and place.line)]
-    groups: dict[tuple[str, str], list[PlaceTotal]] = {}
-    for place in found:
-        if place.kind != "idle" or place.call:
-            groups.setdefault((place.line, place.call), []).append(place)
-    merged = [total for group in groups.values() if (total := merge_places(group)) is not None]
+    working = [place for place in found if place.kind != "idle" or place.call]
+    merged = merge_by(working, lambda place: (place.line, place.call)).values()
     return sorted(merged, key=lambda total: -total.seconds)
 
 

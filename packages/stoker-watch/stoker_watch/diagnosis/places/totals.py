@@ -7,8 +7,8 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple, TypeVar
 
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.knowledge import read_toml
@@ -20,9 +20,10 @@ MIN_SHARE = 0.005
 """Fraction of the samples of a tree, or of a thread, below which a place is left out."""
 _Z = 1.96
 """Standard errors of a 95 % interval."""
+K = TypeVar("K")
 
 
-class _Group(NamedTuple):
+class _SampledThread(NamedTuple):
     """What the samples of a place are a fraction of."""
 
     role: str
@@ -31,7 +32,7 @@ class _Group(NamedTuple):
 
 
 class _Key(NamedTuple):
-    group: _Group
+    group: _SampledThread
     kind: str
     line: str
     function: str
@@ -56,9 +57,9 @@ class _Count:
 
 
 @dataclasses.dataclass
-class _Process:
+class _ProcessPlaces:
     kinds: set[str] = dataclasses.field(default_factory=set)
-    groups: dict[_Group, _Count] = dataclasses.field(default_factory=dict)
+    groups: dict[_SampledThread, _Count] = dataclasses.field(default_factory=dict)
     places: dict[_Key, _Count] = dataclasses.field(default_factory=dict)
     newest: dict[str, set[_Key]] = dataclasses.field(default_factory=dict)
     """Role → places of its newest line."""
@@ -68,15 +69,15 @@ class PlaceCounter:
     """Counts the places of all processes."""
 
     def __init__(self) -> None:
-        self._processes: dict[tuple[int, int], _Process] = {}
+        self._processes: dict[tuple[int, int], _ProcessPlaces] = {}
 
     def add(self, rank: int, window: StackWindow, *, is_startup: bool) -> None:
         if not window.places or not window.samples:
             return
-        process = self._processes.setdefault((window.attempt, window.pid), _Process())
+        process = self._processes.setdefault((window.attempt, window.pid), _ProcessPlaces())
         if window.role != "thread":
             process.kinds.update(window.main_thread if window.role == "training" else [window.role])
-        group = _Group(window.role, rank, is_startup)
+        group = _SampledThread(window.role, rank, is_startup)
         process.groups.setdefault(group, _Count()).add(_Count(window.samples, window.wall_s, 1))
         seen: set[_Key] = set()
         for place in window.places:
@@ -104,7 +105,7 @@ class PlaceCounter:
         """(the places, the largest first; (role, rank) → seconds after the start that the samples cover), without
         processes that were seen in `launcher_kinds` only, unless all were."""
         known = [process for process in self._processes.values() if process.kinds - launcher_kinds]
-        groups: dict[_Group, _Count] = {}
+        groups: dict[_SampledThread, _Count] = {}
         places: dict[_Key, _Count] = {}
         for process in known or self._processes.values():
             for group, count in process.groups.items():
@@ -127,30 +128,19 @@ def find_places(
     run: RunRecords,
     role: str = "training",
     *,
-    rank: int | None = None,
     kind: str = "",
-    line: str = "",
     call: str = "",
     leaf: str = "",
-    include_startup: bool = False,
 ) -> PlaceTotal | None:
-    """The sum of all places of a role that match; None without any. Its texts are those of the largest of them.
-
-    rank: None means all; kind, line, call, leaf: patterns that match anywhere in the text.
-    """
+    """The sum of all places of a role after the start that match; None without any. Its texts are those of the largest
+    of them. kind, call, leaf: patterns that match anywhere in the text."""
     found: list[PlaceTotal] = []
     for total in run.places:
-        if (
-            total.role != role
-            or (total.part and not total.line)
-            or (rank is not None and total.rank != rank)
-            or (total.is_startup and not include_startup)
-        ):
-            continue
-        if not all(re.search(*pair) for pair in ((kind, total.kind), (line, total.line), (call, total.call))):
+        is_part = total.part and not total.line
+        if total.role != role or is_part or total.is_startup:
             continue
         leaves = {name: count for name, count in total.leaves.items() if re.search(leaf, name)}
-        if leaves:
+        if leaves and re.search(kind, total.kind) and re.search(call, total.call):
             found.append(scale_to_leaves(total, leaves))
     return merge_places(found)
 
@@ -178,15 +168,20 @@ def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
     )
 
 
+def merge_by(places: Iterable[PlaceTotal], key: Callable[[PlaceTotal], K]) -> dict[K, PlaceTotal]:
+    """Key → the sum of the places that have it, in the order in which the keys come."""
+    groups: dict[K, list[PlaceTotal]] = {}
+    for place in places:
+        groups.setdefault(key(place), []).append(place)
+    return {key: total for key, group in groups.items() if (total := merge_places(group)) is not None}
+
+
 def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
     low, high = wilson(count.seconds / group.seconds if group.seconds > 0 else 0.0, group.samples)
+    texts = key._asdict()
     return PlaceTotal(
-        **key.group._asdict(),
-        kind=key.kind,
-        line=key.line,
-        function=key.function,
-        call=key.call,
-        part=key.part,
+        **texts.pop("group")._asdict(),
+        **texts,
         leaves=dict(count.leaves),
         callers=count.callers.most_common(1)[0][0],
         samples=count.samples,
