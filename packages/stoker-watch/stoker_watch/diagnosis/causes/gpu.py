@@ -17,8 +17,10 @@ _BY_REASON = (
     (0.7, "set_clock", "nvidia-smi -rgc"),
 )
 """Confidence, name of the fix, command."""
-
 GPU_CLOCKS_LOW = find_cause("gpu_clocks_low")
+GPU_ERRORS = find_cause("gpu_errors")
+PCIE_DEGRADED = find_cause("pcie_degraded")
+_MAX_XID_LINES = 5
 
 
 def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
@@ -153,11 +155,6 @@ def find_xid(number: int) -> Xid:
     return _xids().get(str(number), _xids()["unknown"])
 
 
-_MAX_XID_LINES = 5
-
-GPU_ERRORS = find_cause("gpu_errors")
-
-
 def gpu_errors(run: RunRecords, cause: Cause) -> Finding | None:
     xid_severity, xid_evidence = _judge_xids(run)
     ecc_severity, ecc_evidence = _judge_ecc(run)
@@ -201,9 +198,6 @@ def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
     levels: tuple[Severity, ...] = ("critical", "warning", "info")
     severity = next((level for level in levels if most >= cause.threshold(f"corrected_{level}")), None)
     return severity, evidence
-
-
-PCIE_DEGRADED = find_cause("pcie_degraded")
 
 
 def pcie_degraded(run: RunRecords, cause: Cause) -> Finding | None:

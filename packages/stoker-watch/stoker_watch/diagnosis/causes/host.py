@@ -26,9 +26,12 @@ from stoker_watch.runs.schemas import Holder
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
 
 CPU_QUOTA = find_cause("cpu_quota")
-
 CPU_CONTENTION = find_cause("cpu_contention")
-
+HOST_MEMORY_NEAR_LIMIT = find_cause("host_memory_near_limit")
+HOST_MEMORY_LEAK = find_cause("host_memory_leak")
+SHARED_MEMORY_SMALL = find_cause("shared_memory_small")
+FD_LIMIT_NEAR = find_cause("fd_limit_near")
+GIB = 2**30
 MIN_WAITS = 40
 """Samples of a training thread from which it is known to wait all the time."""
 
@@ -99,8 +102,7 @@ def _threads_of_torch(run: RunRecords, cause: Cause) -> Finding | None:
         return None
     (kind, values), *_ = seen
     threads_evidence = [mistake_evidence(kind, values), _pressure_evidence(run)]
-    finding = make_finding(run, cause, 1.0, threads_evidence, severity=kind.severity, fix=kind.fix)
-    return None if finding is None else msgspec.structs.replace(finding, title=kind.title)
+    return make_finding(run, cause, 1.0, threads_evidence, severity=kind.severity, title=kind.title, fix=kind.fix)
 
 
 def _runnable_threads(run: RunRecords, cause: Cause) -> Finding | None:
@@ -211,14 +213,6 @@ def _pressure_evidence(run: RunRecords) -> Evidence | None:
     value = run.host.psi_cpu.value
     text = f"some task waited for a core {percent(value or 0.0)} of the time"
     return None if value is None else make_evidence(text, value, "devices.jsonl: psi_cpu")
-
-
-GIB = 2**30
-
-
-HOST_MEMORY_NEAR_LIMIT = find_cause("host_memory_near_limit")
-
-HOST_MEMORY_LEAK = find_cause("host_memory_leak")
 
 
 def host_memory_near_limit(run: RunRecords, cause: Cause) -> Finding | None:
@@ -413,9 +407,6 @@ def gpu_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
     return name_holder(run, make_finding(run, cause, remaining_s / 3600, evidence))
 
 
-SHARED_MEMORY_SMALL = find_cause("shared_memory_small")
-
-
 def shared_memory_small(run: RunRecords, cause: Cause) -> Finding | None:
     used, size_bytes = run.host.shm_fraction.max_value, run.host.shm_total_bytes
     if used is None or size_bytes is None:
@@ -427,9 +418,6 @@ def shared_memory_small(run: RunRecords, cause: Cause) -> Finding | None:
         make_evidence(f"its size is {size_bytes / 2**20:,.1f} MiB", size_bytes, "devices.jsonl: shm_total_bytes"),
     ]
     return make_finding(run, cause, used, evidence)
-
-
-FD_LIMIT_NEAR = find_cause("fd_limit_near")
 
 
 def fd_limit_near(run: RunRecords, cause: Cause) -> Finding | None:

@@ -3,8 +3,6 @@ cores or workers, copies to the device."""
 
 from typing import Any
 
-import msgspec
-
 from stoker_watch.diagnosis.causes.cause import Cause, find_cause, find_note
 from stoker_watch.diagnosis.causes.host import (
     contended_fraction,
@@ -40,9 +38,12 @@ from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding
 
 INPUT_BOUND = find_cause("input_bound")
-MIN_STAGE_FRACTION = find_cause("slow_storage").threshold("min_stage_fraction")
+SLOW_STORAGE = find_cause("slow_storage")
+SLOW_DECODE = find_cause("slow_decode")
+NO_WORKERS_TITLE = "The training thread prepares the images itself while cores are idle"
+MIN_STAGE_FRACTION = SLOW_STORAGE.threshold("min_stage_fraction")
 BUSY_CORES = find_cause("too_few_cores").threshold("max_core_utilization")
-MAX_IDLE_CPU = find_cause("slow_storage").threshold("cpu_while_waiting")
+MAX_IDLE_CPU = SLOW_STORAGE.threshold("cpu_while_waiting")
 
 
 def input_bound(run: RunRecords, cause: Cause) -> Finding | None:
@@ -246,9 +247,6 @@ def _training_thread_cpu(run: RunRecords, wait_fraction: float) -> float:
     return (1 - wait_fraction) * (1.0 if utilization is None else min(1.0, utilization))
 
 
-SLOW_STORAGE = find_cause("slow_storage")
-
-
 def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     """By the loader's stages; in a loop without stages, by a process that is idle while it waits for images."""
     if cold_cache_fraction(run) is not None:
@@ -308,9 +306,6 @@ def _network_evidence(run: RunRecords) -> Evidence | None:
     if _network_is_saturated(run):
         text += ": the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
     return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")
-
-
-SLOW_DECODE = find_cause("slow_decode")
 
 
 def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
@@ -399,9 +394,6 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
     return make_evidence(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")
 
 
-NO_WORKERS_TITLE = "The training thread prepares the images itself while cores are idle"
-
-
 def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     cores, utilization = run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
@@ -419,8 +411,8 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
         source = "config.toml: run.workers" if run.is_native_run else "events.jsonl: data.workers"
         workers_evidence = make_evidence(text, num_workers, source)
         evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
-        finding = make_input_wait_finding(run, cause, evidence, is_computing=True)
-        return finding if finding is None or num_workers else msgspec.structs.replace(finding, title=NO_WORKERS_TITLE)
+        title = "" if num_workers else NO_WORKERS_TITLE
+        return make_input_wait_finding(run, cause, evidence, is_computing=True, title=title)
     loader_cores = loader_cpu(run)
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-import msgspec
-
 from stoker_watch.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker_watch.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistake_kinds, mistakes_of
 from stoker_watch.diagnosis.causes.shared import fill_fix, is_long_enough, make_evidence, make_finding, percent
@@ -18,10 +16,10 @@ from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.runs.schemas import Event
 
 _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
-
 LR_TOO_HIGH = find_cause("lr_too_high")
-
 LR_TOO_LOW = find_cause("lr_too_low")
+UNSTABLE_TRAINING = find_cause("unstable_training")
+ANCHORS_MISS_BOXES = find_cause("anchors_miss_boxes")
 _WITHOUT_GRADIENTS = "steps.jsonl: steps_without_gradients"
 _ZERO = "The learning rate is 0"
 _VANISHED = "The learning rate decays to nearly zero long before the end"
@@ -167,12 +165,10 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         kind, shown = mistake_kinds()["no_gradients"], [make_evidence(text, without, _WITHOUT_GRADIENTS)]
         seen = next((values for other, values in mistakes_of(run, cause) if other is kind), None)
         shown += [] if seen is None else [mistake_evidence(kind, seen)]
-        finding = make_finding(
-            run, cause, 2, shown, severity="critical", fix=kind.fix, lost_s=steps_s, estimate_basis=basis,
-            confidence=0.9,
+        return make_finding(
+            run, cause, 2, shown, severity="critical", title=kind.title, fix=kind.fix, lost_s=steps_s,
+            place="" if seen is None else str(seen.get("place") or ""), estimate_basis=basis, confidence=0.9,
         )  # fmt: skip
-        place = "" if seen is None else str(seen.get("place") or "")
-        return None if finding is None else msgspec.structs.replace(finding, title=kind.title, place=place)
     vanished = learning.steps_with_vanished_lr
     if vanished >= max(cause.threshold("min_steps"), cause.threshold("vanished_steps") * run.totals.steps):
         of_highest = f"{cause.threshold('vanished'):g} of the highest learning rate"
@@ -184,11 +180,10 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
             title, fix, severity = _ZERO, cause.other_fixes["zero"], "critical"
             at_tiny_lr = [make_evidence(f"the learning rate was 0 in {vanished:,} steps", 0.0, "steps.jsonl: lr")]
         lost_s = steps_s * vanished / run.totals.steps
-        finding = make_finding(
-            run, cause, 2, at_tiny_lr, severity=severity, fix=fix, lost_s=lost_s,
+        return make_finding(
+            run, cause, 2, at_tiny_lr, severity=severity, title=title, fix=fix, lost_s=lost_s,
             estimate_basis="these steps' part of the time in steps", confidence=0.9,
         )  # fmt: skip
-        return msgspec.structs.replace(finding, title=title) if finding is not None else None
     if events := learning.events.get("lr_too_low"):
         has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
@@ -357,9 +352,6 @@ def overfitting(run: RunRecords, cause: Cause) -> Finding | None:
     )
 
 
-UNSTABLE_TRAINING = find_cause("unstable_training")
-
-
 def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
     learning, points = run.learning, run.learning.loss.points
     event, num_windows = learning.non_finite_event, learning.windows_without_loss
@@ -463,9 +455,6 @@ def _planned_epochs(run: RunRecords) -> float | None:
     if duration.unit == "steps" and isinstance(num_images, int) and num_images > 0 and isinstance(batch_size, int):
         return duration.value * batch_size / num_images
     return None
-
-
-ANCHORS_MISS_BOXES = find_cause("anchors_miss_boxes")
 
 
 def anchors_miss_boxes(run: RunRecords, cause: Cause) -> Finding | None:

@@ -125,9 +125,7 @@ def _finding(run: RunRecords, cause: Cause, lost_s: float | None = None, estimat
     (kind, values), *others = found
     evidence = [mistake_evidence(kind, values)]
     evidence += [make_evidence(f"{other.title}. {mistake_evidence(other, its).text}") for other, its in others]
-    finding = make_finding(
-        run, cause, len(found), evidence, severity=kind.severity, lost_s=lost_s, estimate_basis=estimate_basis,
-        fix=kind.fix,
+    return make_finding(
+        run, cause, len(found), evidence, severity=kind.severity, title=kind.title, fix=kind.fix,
+        place=str(values.get("place") or ""), lost_s=lost_s, estimate_basis=estimate_basis,
     )  # fmt: skip
-    place = str(values.get("place") or "")
-    return None if finding is None else msgspec.structs.replace(finding, title=kind.title, place=place)

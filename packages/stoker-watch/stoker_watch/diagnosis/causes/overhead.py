@@ -3,8 +3,6 @@
 import re
 from typing import Any
 
-import msgspec
-
 from stoker_watch.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker_watch.diagnosis.causes.host import CPU_CONTENTION, busiest_processes_evidence
 from stoker_watch.diagnosis.causes.shared import (
@@ -46,9 +44,7 @@ from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.runs.schemas import AFTER_STEP, WITHOUT_GRADIENTS
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
-
 STARTUP_HEAVY = find_cause("startup_heavy")
-
 MAX_EVENT = 0.5
 """Fraction of the lines of stacks.jsonl up to which what was seen in a row was a single event."""
 MAX_LINES = 3
@@ -84,10 +80,10 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     else:
         evidence.append(make_evidence(f"most often by {describe_place(place)}", place.seconds, "stacks.jsonl: places"))
         fix = cause.other_fixes["place"].replace("PLACE", place.line)
-    finding = _repeated_phase_finding(
-        run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix
-    )
-    return finding if finding is None or place is None else msgspec.structs.replace(finding, place=place.line)
+    return _repeated_phase_finding(
+        run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix,
+        place="" if place is None else place.line,
+    )  # fmt: skip
 
 
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
@@ -219,12 +215,11 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         is_info = _is_single_event(place) and cause.severity(measured) is not None
         finding = make_finding(
             run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis,
-            severity="info" if is_info else None,
+            severity="info" if is_info else None, title=name_cost(place, caller), place=place.line,
             fix=_find_fix(run, cause, place),
         )  # fmt: skip
         if finding is not None:
-            title = name_cost(place, caller)
-            return msgspec.structs.replace(finding, title=title, place=place.line)
+            return finding
     return None
 
 

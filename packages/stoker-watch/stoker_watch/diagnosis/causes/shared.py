@@ -19,6 +19,8 @@ def make_finding(
     evidence: Iterable[Evidence | None],
     *,
     severity: Severity | None = None,
+    title: str = "",
+    place: str = "",
     lost_s: float | None = None,
     estimate_basis: str = "",
     min_measured: float | None = None,
@@ -31,8 +33,7 @@ def make_finding(
 
     severity: instead of the one from `measured`. lost_s: device-seconds that were lost, at most those of the run.
     estimate_basis: how they were estimated; empty: measured by a clock. min_measured: an additional minimum of
-    `measured`. fix, command, config_patch, confidence: instead
-    of the row's.
+    `measured`. title, fix, command, config_patch, confidence: instead of the row's.
     """
     if measured is None:
         return None
@@ -55,7 +56,8 @@ def make_finding(
     return Finding(
         id=cause.id,
         severity=severity,
-        title=cause.title,
+        title=title or cause.title,
+        place=place,
         evidence=evidence_lines,
         lost_device_s=lost_s,
         lost_cost=lost_cost,
@@ -121,7 +123,7 @@ def rare_worker_start_fraction(run: RunRecords) -> float:
 
 
 def make_traced_finding(run: RunRecords, cause: Cause, what: str, field: str) -> Finding | None:
-    """Of the time of traced steps in which only `what` ran on the device: a field of traces.jsonl, in seconds."""
+    """The finding of the time of traced steps in which only `what` ran: a field of traces.jsonl, in seconds."""
     fraction = getattr(run.traces, field) / run.traces.wall_s
     text = f"only {what} ran in {percent(fraction)} of {run.traces.steps} traced steps"
     return make_finding(

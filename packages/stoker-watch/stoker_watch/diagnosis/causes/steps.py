@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -55,17 +56,12 @@ _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "pyt
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
 
 PYTHON_BOUND = find_cause("python_bound")
-
 HEAVY_PLACE = find_cause("heavy_place")
-
 HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
-
-RECOMPILES = find_cause("recompiles")
-
+STRAGGLER = find_cause("straggler")
+_TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"
 _OWN_KINDS = ("input_wait", "decode", "checkpoint", "gc", "python", "idle", "other", AFTER_STEP, WITHOUT_GRADIENTS)
 """Kinds of stacks in which a rank works on what is only its own."""
-
-
 _BETWEEN_STEPS = ("python", "gc", "decode", AFTER_STEP)
 """Kinds of places of the training thread between steps, in which it does not wait."""
 _IN_STEPS = ("compute", "compile")
@@ -79,7 +75,7 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
     loop, as metrics and handlers of ignite do, is info while it is small."""
-    lines = [place for place in _heavy_places(run) if place.call or is_callees(place)]
+    lines = [place for place in _heavy_training_places(run) if place.call or is_callees(place)]
     if any(place.seconds >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
@@ -127,15 +123,14 @@ def _is_in_evaluations(run: RunRecords, between_steps: float | None) -> bool:
     return run.stacks.fraction(*_PYTHON) - evaluating < minimum
 
 
-def _heavy_places(run: RunRecords) -> list[PlaceTotal]:
-    """Those of the training thread."""
+def _heavy_training_places(run: RunRecords) -> list[PlaceTotal]:
     found = heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
     return [place for place in found if place.role == "training"]
 
 
 def _largest_place(run: RunRecords) -> PlaceTotal | None:
-    """Of the training thread, without those that have causes of their own; None if it is a wait for input."""
-    places = (*_heavy_places(run), *list_places(run))
+    """The largest of the training thread without a cause of its own; None if it is a wait for input."""
+    places = (*_heavy_training_places(run), *list_places(run))
     first = next((place for place in places if place.role == "training" and place.kind not in _OTHER_CAUSES), None)
     return None if first is None or first.kind == "input_wait" else first
 
@@ -226,7 +221,7 @@ def _find_host_device_syncs(run: RunRecords) -> Finding | None:
         if kinds:
             max_fraction = 1.0 if idle_fraction is None else idle_fraction
             found = _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
-    heavy = next((place for place in _heavy_places(run) if place.kind != "input_wait"), None)
+    heavy = next((place for place in _heavy_training_places(run) if place.kind != "input_wait"), None)
     if heavy is not None and found is not None and 2 * heavy.seconds >= (found.lost_device_s or 0.0):
         return None  # one place is most of it: `heavy_place`
     return found
@@ -375,14 +370,11 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def _late_compile_fraction(run: RunRecords) -> float:
-    """Compilations, fraction of the later half of the time after the start."""
+    """Fraction of the later half of the time after the start that compilations took."""
     points = run.steady.compile_s.points
     end_s, compiled_s = points[-1]
     half_s, before_s = max((point for point in points if point[0] <= end_s / 2), default=(0.0, 0.0))
     return (compiled_s - before_s) / max(end_s - half_s, 1e-9)
-
-
-_TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"
 
 
 def launch_bound(run: RunRecords, cause: Cause) -> Finding | None:
@@ -517,8 +509,6 @@ def _step_rate_evidence(run: RunRecords) -> Evidence | None:
 
 # Communication
 
-STRAGGLER = find_cause("straggler")
-
 
 def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     """Only if most of the waiting is for one rank: ranks that are late in turn have another cause. By the clocks of the
@@ -544,18 +534,11 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
+    named = {} if place is None else _name_slow_rank(cause, rank, place)
     by_clock = make_finding(
-        run,
-        cause,
-        waiting_fraction,
-        evidence,
-        lost_s=lost_s,
-        min_measured=_min_fraction(run),
-        confidence=confidence,
-        fix=cause.other_fixes["place"] if place else None,
-    )
-    if by_clock is not None and place is not None:
-        by_clock = _at_place(by_clock, rank, place)
+        run, cause, waiting_fraction, evidence, lost_s=lost_s, min_measured=_min_fraction(run), confidence=confidence,
+        **named,
+    )  # fmt: skip
     return by_clock or by_stacks
 
 
@@ -566,16 +549,16 @@ def _straggler_by_stacks(run: RunRecords, cause: Cause) -> Finding | None:
     if excess is None or run.num_ranks < 2 or not is_long_enough(run):
         return None
     rank, excess_s, evidence, place = excess
-    finding = make_finding(
-        run, cause, excess_s / run.steady.wall_s, [evidence], fix=cause.other_fixes["place"],
+    return make_finding(
+        run, cause, excess_s / run.steady.wall_s, [evidence], **_name_slow_rank(cause, rank, place),
         lost_s=excess_s * run.num_ranks, estimate_basis="the samples of its stacks, for each rank: all wait for it",
     )  # fmt: skip
-    return None if finding is None else _at_place(finding, rank, place)
 
 
-def _at_place(finding: Finding, rank: int, place: PlaceTotal) -> Finding:
+def _name_slow_rank(cause: Cause, rank: int, place: PlaceTotal) -> dict[str, Any]:
+    """Options of `make_finding`."""
     title = f"Rank {rank} is slower than the others, and all wait for it: {describe_place(place)}"
-    return msgspec.structs.replace(finding, title=title, place=place.line)
+    return {"title": title, "place": place.line, "fix": cause.other_fixes["place"]}
 
 
 def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | None:
