@@ -41,7 +41,7 @@ WANTED: dict[str, Any] = {
 
 
 def test_what_was_added_is_found() -> None:
-    assert calibration.read() == []
+    assert calibration.read_steps() == []
     assert calibration.find_prediction(**WANTED) is None
     calibration.append(measured(step_s=0.3), predicted(step_s=0.5))
     calibration.append(
@@ -70,13 +70,13 @@ def test_lines_survive_damage_around_them(damage: list[bytes], cut: int) -> None
         with calibration.path().open("ab") as file:
             file.write(garbage)
     calibration.append(last := predicted())
-    found = calibration.read()
+    found = calibration.read_steps()
     assert found[-1] == last
     assert [line for line in found if isinstance(line, MeasuredStep)] == lines
     content = calibration.path().read_bytes()
     calibration.path().write_bytes(content[: max(0, len(content) - cut)])  # a kill in the middle of a write
     calibration.append(measured(step_s=9.0))
-    assert calibration.read()[-1] == measured(step_s=9.0)
+    assert calibration.read_steps()[-1] == measured(step_s=9.0)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_writers_at_the_same_time_lose_no_line(own_cache: Path) -> None:
         writer.start()
     for writer in writers:
         writer.join()
-    steps = [line.steps for line in calibration.read() if isinstance(line, MeasuredStep)]
+    steps = [line.steps for line in calibration.read_steps() if isinstance(line, MeasuredStep)]
     for writer in range(1, 4):
         assert [number for number in steps if number // 1000 == writer] == [1000 * writer + n for n in range(25)]
     assert calibration.path().stat().st_size < MAX_FILE_BYTES
@@ -126,7 +126,7 @@ def test_the_file_stays_small_and_keeps_the_newest() -> None:
     for number in range(300):
         calibration.append(measured(steps=number, settings=line.settings))
     assert calibration.path().stat().st_size < MAX_FILE_BYTES + 10_000
-    steps = [line.steps for line in calibration.read() if isinstance(line, MeasuredStep)]
+    steps = [line.steps for line in calibration.read_steps() if isinstance(line, MeasuredStep)]
     assert steps == list(range(steps[0], 300))
     assert len(steps) > 50
 

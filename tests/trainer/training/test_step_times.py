@@ -48,7 +48,7 @@ def test_a_run_is_compared_with_its_prediction_and_adds_its_measurement(
     assert "`stoker plan` predicted 123 s a step ± 25 %" in texts
     (note,) = [note for note in collect_notes(read_run(run), []) if note.id == "predicted_step"]
     assert re.fullmatch(r"`stoker plan` predicted 123 s a step ± 25 %, measured \S+ s \(-\d+ %\)", note.title)
-    (measured,) = [line for line in calibration.read() if isinstance(line, MeasuredStep)]
+    (measured,) = [line for line in calibration.read_steps() if isinstance(line, MeasuredStep)]
     assert (measured.model, measured.device, measured.threads) == (
         "retinanet_tiny_fpn",
         DEVICE,

@@ -20,7 +20,6 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 @functools.cache
 def _meanings(package: str) -> dict[str, dict[str, Any]]:
-    """The tables of the package, with `common`."""
     folder = Path(str(sys.modules[package].__file__)).parent / "knowledge"
     return read_toml("commands.toml") | read_toml("commands.toml", folder)
 

@@ -104,7 +104,6 @@ def _error_console(arguments: list[str]) -> "Console | None":
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs the command; returns the exit code."""
     try:
         if trainer.IS_INSTALLED:
             prepared = trainer.require("stoker").prepare(app, arguments)

@@ -85,7 +85,6 @@ def endings() -> dict[str, Ending]:
 
 @functools.cache
 def line_patterns() -> tuple[LinePattern, ...]:
-    """The patterns of all endings, in their order."""
     return tuple(
         pattern
         for ending in endings().values()
@@ -196,7 +195,6 @@ _MAX_FOREIGN_LINES = 20
 
 
 def has_open_traceback(lines: tuple[LogLine, ...]) -> bool:
-    """Whether the output ends within a traceback."""
     last = max((last for _, last in find_tracebacks(lines)), default=-1)
     return any(
         _BLOCK.match(strip_rank_prefix(lines[index].text)) or _begins_behind_progress(lines[index : index + 2])
@@ -205,7 +203,6 @@ def has_open_traceback(lines: tuple[LogLine, ...]) -> bool:
 
 
 def is_exception_line(text: str) -> bool:
-    """Whether a line is the last one of a traceback."""
     return _EXCEPTION_LINE.match(strip_rank_prefix(text)) is not None
 
 

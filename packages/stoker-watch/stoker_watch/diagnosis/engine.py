@@ -245,7 +245,6 @@ def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:
 
 
 def write_findings(run_dir: Path, findings: list[Finding]) -> None:
-    """Replaces findings.json of the run."""
     write_atomic(run_dir / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
 
 

@@ -405,7 +405,6 @@ def _reports_no_failure(text: str) -> bool:
 
 
 def _num_progress(progress: list[int], line_index: int) -> int:
-    """Lines of progress after a line."""
     return len(progress) - bisect.bisect_right(progress, line_index)
 
 
@@ -522,7 +521,6 @@ def _was_hanging(termination: Termination) -> bool:
 
 
 def _hang_evidence(termination: Termination) -> list[Evidence]:
-    """For how long it hung, and where."""
     hang = termination.hang
     if hang is None:
         return []
@@ -537,7 +535,6 @@ def _hang_evidence(termination: Termination) -> list[Evidence]:
 
 
 def _other_findings(termination: Termination, matches: list[_Match], reported_ids: set[str]) -> list[Finding]:
-    """Other failures in the output and the kernel's log, the most specific first."""
     findings = []
     for ending_id, lines in _faults_by_ending(matches).items():
         if ending_id not in reported_ids:
@@ -615,7 +612,6 @@ def _xid_pid(text: str) -> int | None:
 
 
 def _end_evidence(termination: Termination) -> list[Evidence]:
-    """The numbers that are known about its end."""
     evidence = []
     signal_number = termination.signal
     if signal_number is not None:
@@ -667,7 +663,6 @@ def _quote(line: LogLine, prefix: str = "") -> Evidence:
 
 
 def _quote_lines(lines: list[LogLine]) -> list[Evidence]:
-    """The first few of them."""
     return [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
 
 

@@ -37,7 +37,7 @@ from stoker_watch.runs.schemas import (
     StepWindow,
     TraceWindow,
 )
-from stoker_watch.runs.totals import TotalsSum, list_rank_dirs
+from stoker_watch.runs.totals import TotalsSum, add_amounts, list_rank_dirs
 from stoker_watch.storage.uri import is_uri
 
 MAX_FRAMES = 64
@@ -63,6 +63,11 @@ _WAITS = frozenset({"idle", "input_wait", "sync", "comm"})
 """Kinds of stacks in which a thread can wait without end."""
 _MIN_LOOP_FRACTION = 0.05
 """Fraction of the samples after the first step in a line from which it belongs to the loop."""
+_HOST_MEANS = (
+    "process_cpu", "threads_running", "threads_active", "bound_cores", "unbound_cores", "psi_cpu", "psi_memory",
+    "psi_io", "net_received_bytes_s",
+)  # fmt: skip
+"""Fields of `DeviceSample` of which `HostStats` has the means."""
 _FRAMEWORK_KINDS = frozenset({"compute", "sync", "comm", "compile"})
 """Kinds that only the code of a framework has."""
 
@@ -182,7 +187,6 @@ class _SteadySpan(NamedTuple):
         return self.start_t < t < self.end_t
 
     def outside_fraction(self, start_t: float, end_t: float) -> float:
-        """Fraction of an interval that is outside of it."""
         inside_s = max(0.0, min(end_t, self.end_t) - max(start_t, self.start_t))
         return 1 - inside_s / (end_t - start_t) if end_t > start_t else 0.0
 
@@ -261,8 +265,6 @@ def _steady_by_stacks(run_dir: Path, run_records: RunRecords) -> dict[int, _Stea
 
 
 class _StepsReader:
-    """Adds up the windows of rank 0."""
-
     def __init__(self, run_records: RunRecords) -> None:
         self.steady_spans: dict[int, _SteadySpan] = {}
         self.from_output = run_records.is_external
@@ -358,9 +360,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
         else:
             steady.phases[name] = steady.phases.get(name, 0.0) + duration_s
             steady.longest_phases[name] = max(steady.longest_phases.get(name, 0.0), duration_s)
-    for name, duration_s in window.thread_cpu_s.items():
-        if name not in excluded:
-            steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s
+    add_amounts(steady.thread_cpu_s, {name: s for name, s in window.thread_cpu_s.items() if name not in excluded})
     if window.process_cpu_s is not None and window.wall_s > 0:
         steady.process_cpu.add(window.process_cpu_s / window.wall_s)
     steady.device_s += max(0.0, device_s)
@@ -464,19 +464,8 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
             host.other_processes_cpu.add(
                 max(0.0, cpu_utilization - sample.process_cpu / len(sample.cpu_core_utilization))
             )
-    for name, cores in sample.busiest_processes.items():
-        host.busiest_processes[name] = host.busiest_processes.get(name, 0.0) + cores
-    for name in (
-        "process_cpu",
-        "threads_running",
-        "threads_active",
-        "bound_cores",
-        "unbound_cores",
-        "psi_cpu",
-        "psi_memory",
-        "psi_io",
-        "net_received_bytes_s",
-    ):
+    add_amounts(host.busiest_processes, sample.busiest_processes)
+    for name in _HOST_MEANS:
         getattr(host, name).add(getattr(sample, name))
     host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)
@@ -597,8 +586,7 @@ def _add_stall(stalls: dict[tuple[int, int], StartStall], process: tuple[int, in
 
 
 def _add_stacks(stats: StackStats, window: StackWindow, steady_span: _SteadySpan | None) -> None:
-    """Of a line that overlaps the start or the end, as many samples of `other` and `idle` are excluded as belong
-    there."""
+    """Of a line that overlaps the start or the end, as many samples of `other` and `idle` are left out as are in it."""
     if steady_span is None or window.t - window.wall_s >= steady_span.end_t or window.t <= steady_span.start_t:
         return
     counts = {kind: fraction * window.samples for kind, fraction in window.main_thread.items()}

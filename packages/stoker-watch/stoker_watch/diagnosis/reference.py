@@ -30,8 +30,6 @@ class Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """The explanation of an id."""
-
     id: str
     title: str
     section: str
@@ -40,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_entries() -> list[Entry]:
-    """Of all ids of all commands, in the order of the page. An id may have several: one for each command."""
+    """The entries of all ids, in the order of the page. An id may have several: one for each command."""
     found = [_cause_entry(cause) for cause in CATALOG.values()] + [_ending_entry(row) for row in endings().values()]
     found.sort(key=lambda entry: REASONS.index(entry.section))
     found += [_note_entry(kind) for kind, _ in NOTES]

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from stoker_watch.runs.schemas import DeviceSample, Event, Place, Probe, StackWindow
-from stoker_watch.runs.totals import Totals, TotalsSum
+from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
@@ -424,12 +424,10 @@ class StackStats:
         return sum(self.main_thread.get(kind, 0.0) for kind in kinds) / total_s if total_s else 0.0
 
     def add(self, other: "StackStats") -> None:
-        """Adds the samples of another process."""
         self.samples += other.samples
         self.compile_windows += other.compile_windows
-        for sums, added in ((self.main_thread, other.main_thread), (self.frames, other.frames)):
-            for name, seconds in added.items():
-                sums[name] = sums.get(name, 0.0) + seconds
+        add_amounts(self.main_thread, other.main_thread)
+        add_amounts(self.frames, other.frames)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from stoker_watch import regular_files
 from stoker_watch.diagnosis.run_data import EventSummary, HangInfo, LogLine, Mean, Termination
 from stoker_watch.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS, locked
 from stoker_watch.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
+from stoker_watch.runs.totals import add_amounts
 from stoker_watch.storage.uri import LEASE_FILE
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ class EndReader:
         self._stack_samples += window.samples
         self._stacks_source = f"{STACKS}:{line_number}"
         for counts, fractions in ((self._states, window.main_thread), (self._frames, window.frames)):
-            for name, fraction in fractions.items():
-                counts[name] = counts.get(name, 0.0) + fraction * window.samples
+            add_amounts(counts, {name: fraction * window.samples for name, fraction in fractions.items()})
 
     @functools.cached_property
     def _progress_t(self) -> float | None:
@@ -189,7 +189,7 @@ class EndReader:
         )
 
     def output_so_far(self) -> tuple[LogLine, ...]:
-        """Of an attempt that has not ended; () where none is kept."""
+        """The output of an attempt that has not ended; () where none is kept."""
         lives = self._events.end is None and self._has_output
         return _read_attempt_output(self._run_dir, self._events.output_start) if lives else ()
 

@@ -108,7 +108,7 @@ def _content() -> bytes:
         return b""
 
 
-def read() -> list[Line]:
+def read_steps() -> list[Line]:
     """All lines that can be read, the newest last."""
     decoder, lines = msgspec.json.Decoder(Line), []
     for line in _content().split(b"\n"):
@@ -122,7 +122,7 @@ def measured_steps(is_device: Callable[[str], bool], *, threads: int = 0) -> lis
     """Those of the devices whose name fits, eager ones only, the newest first."""
     return [
         line
-        for line in reversed(read())
+        for line in reversed(read_steps())
         if isinstance(line, MeasuredStep)
         and is_device(line.device)
         and line.threads == threads
@@ -136,7 +136,7 @@ def find_prediction(
 ) -> PredictedStep | None:
     """The newest prediction for such a training on a device of this name."""
     wanted = (model, tuple(image_size), batch_size, precision)
-    for line in reversed(read()):
+    for line in reversed(read_steps()):
         if isinstance(line, PredictedStep) and wanted == (
             line.model, line.image_size, line.batch_size, line.precision,
         ):  # fmt: skip
@@ -147,5 +147,4 @@ def find_prediction(
 
 
 def step_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of STEP_FIELDS."""
     return {name: value for name, value in sorted(settings.items()) if name in STEP_FIELDS}

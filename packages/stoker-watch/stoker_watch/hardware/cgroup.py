@@ -44,7 +44,6 @@ class Cgroup:
 
     @classmethod
     def for_pid(cls, pid: int) -> "Cgroup":
-        """The cgroup of another process."""
         return cls(membership_file=Path(f"/proc/{pid}/cgroup"))
 
     def cpu_limit_cores(self) -> float | None:
@@ -110,13 +109,8 @@ def usable_cores(pid: int, cgroup: Cgroup) -> float:
 
 def host_memory() -> tuple[int, int]:
     """(limit, used) bytes of host memory, of the machine or the cgroup, whichever is lower. Page cache is free."""
-    import psutil  # not at the top: `import stoker` needs this module, and is light
-
-    machine = psutil.virtual_memory()
-    cgroup_memory = Cgroup().memory_state()
-    if cgroup_memory is not None and cgroup_memory.limit < machine.total:
-        return cgroup_memory.limit, cgroup_memory.used
-    return machine.total, machine.total - machine.available
+    lowest = min(_memory_limits(), key=lambda limit: limit.limit_bytes)
+    return lowest.limit_bytes, lowest.used_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +124,17 @@ class HostLimit:
 
 def nearest_memory_limit() -> HostLimit:
     """The limit of this process with the fewest bytes left: machine, cgroup, or `ulimit -v`."""
-    import psutil  # as above
-
-    machine = psutil.virtual_memory()
-    limits = [HostLimit("the machine", machine.total, machine.total - machine.available)]
-    if (cgroup := Cgroup().memory_state()) is not None:
-        limits.append(HostLimit("the cgroup", cgroup.limit, cgroup.used))
-    if (virtual := _virtual_memory_limit()) is not None:
-        limits.append(virtual)
+    limits = filter(None, [*_memory_limits(), _virtual_memory_limit()])
     return min(limits, key=lambda limit: limit.limit_bytes - limit.used_bytes)
+
+
+def _memory_limits() -> list[HostLimit]:
+    """Those of the machine and, where it has one, of the cgroup."""
+    import psutil  # not at the top: `import stoker` needs this module, and is light
+
+    machine, cgroup = psutil.virtual_memory(), Cgroup().memory_state()
+    limits = [HostLimit("the machine", machine.total, machine.total - machine.available)]
+    return limits if cgroup is None else [*limits, HostLimit("the cgroup", cgroup.limit, cgroup.used)]
 
 
 def _virtual_memory_limit() -> HostLimit | None:

@@ -38,7 +38,6 @@ class TpuSlice(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def listed_slices() -> dict[str, TpuSlice]:
-    """The slices of the table, by name."""
     table = read_toml("tpus.toml")
     slices = dict(table["slices"])
     columns = slices.pop("columns")

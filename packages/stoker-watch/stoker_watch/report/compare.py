@@ -216,7 +216,6 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change
 
 
 def _sentences(comparison: Comparison) -> Iterator[str]:
-    """The differences, that of the time first."""
     unit, (before_s, after_s) = comparison.unit, comparison.total_s
     if before_s and after_s:
         change, largest = after_s / before_s, comparison.phases[0]

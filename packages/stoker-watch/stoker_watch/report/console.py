@@ -63,7 +63,6 @@ def render_plain(renderable: RenderableType, width: int | None = None) -> str:
 def print_renderables(
     renderables: Iterable[RenderableType], file: TextIO | None = None, *, width: int | None = None
 ) -> None:
-    """Prints texts and tables one after the other."""
     stream = sys.stdout if file is None else file
     terminal = supports_cursor(stream)
     console = make_console(stream, terminal=terminal, width=width)

@@ -496,7 +496,6 @@ def _verdict(explanation: RunExplanation) -> str:
 
 
 def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
-    """Findings, notes, advice, experiments, sources."""
     findings, advice = explanation.findings[:MAX_FINDINGS], explanation.sizing_advice
     if explanation.places:
         yield ""
@@ -583,7 +582,6 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
 
 
 def describe_probe(result: Probe) -> str:
-    """An experiment in one line."""
     ((label, before, after, ratio, interval),) = probe_rows([result])
     return f"{label}: {interval if result.reason else f'{ratio} × as fast ({interval}), {before} → {after} img/s'}"
 

@@ -76,7 +76,6 @@ def explain_line(findings: Iterable[Finding]) -> list[Text]:
 
 
 def print_entries(entries: "Iterable[Entry]", file: TextIO | None = None) -> None:
-    """Prints what `stoker why --explain ID` says."""
     for entry in entries:
         title = plain_text(f"{entry.id}: {entry.title}", "bold")
         print_renderables([title, plain_text(entry.section, "dim"), facts(entry.rows)], file)

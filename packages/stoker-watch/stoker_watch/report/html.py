@@ -91,7 +91,6 @@ def render(report: RunReport, thumbnails: Mapping[int, Thumbnail] | None = None)
 
 
 def render_runs_summary(runs_summary: RunsSummary) -> str:
-    """The page of many runs."""
     folder = runs_summary.folder
     values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
     return render_template(PAGE / "runs.html", folder, f"stoker why --all {shlex.quote(folder)} --json", **values)

@@ -43,8 +43,6 @@ class Setting(msgspec.Struct, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
-    """An evaluation of the run."""
-
     step: int
     t: float
     metrics: Metrics
@@ -288,5 +286,4 @@ def _error_type_advice(evaluation: Evaluation) -> list[Finding]:
 
 
 def sum_error_types(evaluation: Evaluation) -> Counter[str]:
-    """Error type → count over all classes."""
     return sum((Counter(class_eval.error_types) for class_eval in evaluation.classes), Counter[str]())

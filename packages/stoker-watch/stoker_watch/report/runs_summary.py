@@ -68,7 +68,6 @@ class Sums(msgspec.Struct, kw_only=True):
         return self.compute_s / self.measured_s if self.measured_s > 0 else None
 
     def add(self, price: Price | None, device_s: float, measured_s: float = 0.0, compute_s: float = 0.0) -> None:
-        """Adds a run."""
         self.runs += 1
         self.device_s += device_s
         self.measured_s += measured_s
@@ -107,8 +106,6 @@ class FailureCount(msgspec.Struct, kw_only=True):
 
 
 class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that could not be read."""
-
     run: str
     error: str
 

@@ -125,7 +125,6 @@ class ResourceUsage:
 
 
 def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceUsage:
-    """What a run used of its machine."""
     totals, training, host_cores = run.totals, run.training, environment.get("cores")
 
     def mean(values: Mean) -> float | None:
@@ -149,7 +148,6 @@ def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceU
 
 
 def advise_sizing(usage: ResourceUsage) -> list[Finding]:
-    """The advice of all rules, in their order."""
     found = {rule.__name__: evidence for rule in RULES if (evidence := rule(usage))}
     rows = read_toml("findings.toml") if found else {}
     return [

@@ -219,7 +219,7 @@ def read_evaluation(run: Path) -> Evaluation | None:
 
 
 def read_thumbnails(run: Path, step: int) -> dict[int, Thumbnail]:
-    """Of the evaluation at `step`, by image; empty if the run has none of it, or the file is damaged."""
+    """The copies for the evaluation at `step`, by image; empty if the run has none, or the file is damaged."""
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         thumbnails = msgspec.json.decode(regular_files.read_bytes(run / THUMBNAILS), type=Thumbnails)
         return thumbnails.images if thumbnails.step == step else {}

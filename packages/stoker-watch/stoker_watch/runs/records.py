@@ -26,7 +26,15 @@ from stoker_watch.printable import printable
 from stoker_watch.runs.schemas import Event, SettingsData
 from stoker_watch.secrets import mask_secrets, without_secrets
 from stoker_watch.storage.local_files import write_atomic
-from stoker_watch.storage.uri import LEASE_FILE, StorageUri, expand_variables, is_uri, parse_uri, working_copy
+from stoker_watch.storage.uri import (
+    EVENT_LOG,
+    LEASE_FILE,
+    StorageUri,
+    expand_variables,
+    is_uri,
+    parse_uri,
+    working_copy,
+)
 
 if os.name == "posix":
     import fcntl
@@ -40,7 +48,7 @@ PHASES = (
 INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 """The stages of `input_wait`. docs/run-folder.md defines each."""
 
-STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
+STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", EVENT_LOG, "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
 EVALUATION, THUMBNAILS = "evaluation.json", "evaluation-images.json"
 REPORT, OUTPUT, HANG = "report.html", "output.log", "hang.txt"
@@ -280,12 +288,10 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
         if free is False and (working_dir / EVENTS).exists():
             return working_dir
     if weights:
-        return store.fetch_files(
-            uri, (CONFIG,), events_file=EVENTS, first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS
-        )
+        return store.fetch_files(uri, (CONFIG,), first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS)
     names = (CONFIG, ENVIRONMENT, EVALUATION, THUMBNAILS, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES,
              QUARANTINE, LEASE_FILE)  # fmt: skip
-    return store.fetch_files(uri, names, events_file=EVENTS, subfolder=RANKS)
+    return store.fetch_files(uri, names, subfolder=RANKS)
 
 
 def is_finished(run: Path) -> bool:
@@ -293,7 +299,6 @@ def is_finished(run: Path) -> bool:
 
 
 def last_attempt(run: Path) -> int:
-    """Number of the newest attempt; 0 when the run never started."""
     return max((event.attempt for event in read_lines(run, EVENTS, Event)), default=0)
 
 

@@ -43,8 +43,6 @@ class Totals:
 
 
 class TotalsSum:
-    """Sums of the windows of all ranks, rank after rank."""
-
     def __init__(self, num_ranks: int) -> None:
         self._sums = Totals()
         self._last_windows: dict[int, StepWindow] = {}
@@ -52,9 +50,9 @@ class TotalsSum:
 
     def add(self, rank: int, window: StepWindow) -> None:
         sums = self._sums
-        _add(sums.phases, window.phases)
-        _add(sums.input_wait_stages, window.input_wait_stages)
-        _add(sums.thread_cpu_s, window.thread_cpu_s)
+        add_amounts(sums.phases, window.phases)
+        add_amounts(sums.input_wait_stages, window.input_wait_stages)
+        add_amounts(sums.thread_cpu_s, window.thread_cpu_s)
         sums.device_s += window.wall_s * window.devices
         sums.num_images += window.num_images
         self._last_windows[rank] = window
@@ -70,7 +68,7 @@ class TotalsSum:
         straggler_s, booked_s = ({}, {}) if self._comm_waits is None else self._comm_waits.straggler_s()
         for name, waited_s in booked_s.items():
             self._sums.phases[name] = max(0.0, self._sums.phases[name] - waited_s)
-            _add(self._sums.phases, {"straggler": waited_s})
+            add_amounts(self._sums.phases, {"straggler": waited_s})
         attempt = max((window.attempt for window in self._last_windows.values()), default=0)
         devices = sum(window.devices for window in self._last_windows.values() if window.attempt == attempt)
         return dataclasses.replace(self._sums, devices=devices, attempts=attempts, straggler_s=straggler_s)
@@ -82,9 +80,9 @@ def list_rank_dirs(run: Path) -> dict[int, Path]:
     return {0: run} | {rank: path for rank, path in below.items() if rank > 0}
 
 
-def _add(sums: dict[str, float], seconds: dict[str, float]) -> None:
-    for name, duration_s in seconds.items():
-        sums[name] = sums.get(name, 0.0) + duration_s
+def add_amounts(sums: dict[str, float], amounts: dict[str, float]) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0.0) + amount
 
 
 class _CommWaits:

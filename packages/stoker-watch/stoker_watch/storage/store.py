@@ -41,7 +41,7 @@ from stoker_watch.storage.failures import (
     to_storage_error,
 )
 from stoker_watch.storage.local_files import atomic_path, write_atomic
-from stoker_watch.storage.uri import URI_FILE, StorageUri, reading_copy, working_copy
+from stoker_watch.storage.uri import EVENT_LOG, URI_FILE, StorageUri, reading_copy, working_copy
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
@@ -204,7 +204,6 @@ class Store:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
 
     def list_folders(self, prefix: str = "") -> tuple[str, ...]:
-        """The names of the folders directly below `prefix`, in order."""
         import obstore
 
         listing = self._with_retries(
@@ -341,10 +340,10 @@ def list_keys(store: Store, uri: StorageUri) -> dict[str, str]:
     return {info.key.removeprefix(prefix): info.key for info in store.list(uri.key)}
 
 
-def has_all_events(folder: Path, events_file: str, remote_events: bytes) -> bool:
+def has_all_events(folder: Path, remote_events: bytes) -> bool:
     """Whether a local copy is at least as new as the bucket. Events are only appended, so a newer copy begins with the
     events of the bucket, unless another machine has continued the run."""
-    path = folder / events_file
+    path = folder / EVENT_LOG
     return path.is_file() and path.read_bytes().startswith(remote_events)
 
 
@@ -352,24 +351,21 @@ def fetch_files(
     uri: StorageUri,
     names: Iterable[str],
     *,
-    events_file: str,
     subfolder: str = "",
     first_existing_of: Iterable[str] = (),
     fallback_checkpoints: str = "",
 ) -> Path:
     """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
     the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
-    that have not changed since the last download are not downloaded again.
-
-    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
-    """
+    that have not changed since the last download are not downloaded again. Raises UsageError when there is no run,
+    StorageError."""
     store = open_store(uri)
     try:
-        remote_events = store.read(uri.child(events_file).key)
+        remote_events = store.read(uri.child(EVENT_LOG).key)
     except ObjectMissing as error:
-        raise not_a_run_error(uri, events_file) from error
+        raise not_a_run_error(uri) from error
     working_dir = working_copy(uri)
-    if has_all_events(working_dir, events_file, remote_events):
+    if has_all_events(working_dir, remote_events):
         return working_dir
     folder = reading_copy(uri)
     folder.mkdir(parents=True, exist_ok=True)
@@ -389,14 +385,13 @@ def fetch_files(
     return folder
 
 
-def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
-    """The error for a URI without a run."""
+def not_a_run_error(uri: StorageUri) -> UsageError:
     parent = uri.parent
     try:
         siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
     except StorageError:  # permission to read does not include permission to list
         siblings = []
-    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run-dir"
+    cause, fix = f"it has no {EVENT_LOG}", "name the URI that was given to training as --run-dir"
     return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
 
 

@@ -20,7 +20,8 @@ from stoker_watch.storage.local_files import cache_folder, safe_name
 SCHEMES = ("gs", "s3", "https", "http")
 URI_FILE = ".address"
 """In both copies: the URI of the run. If the user names the copy as the run, training continues with this URI."""
-LEASE_FILE = "lease.json"
+EVENT_LOG, LEASE_FILE = "events.jsonl", "lease.json"
+"""Every run has events."""
 WRITABLE_SCHEMES = ("gs", "s3")
 EXAMPLES = "For example s3://my-bucket/data or gs://my-bucket/data."
 

@@ -358,7 +358,7 @@ class BucketRun:
         remote_events = _read_object(store, remote_files.get(EVENTS))
         if not remote_events:
             return
-        if has_all_events(local_dir, EVENTS, remote_events):
+        if has_all_events(local_dir, remote_events):
             newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
             to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
         else:
@@ -423,7 +423,7 @@ def join_bucket_run(
         raise ConfigError("A run cannot be written there.", location=uri, choices=[f"{s}://" for s in WRITABLE_SCHEMES])
     store, local_dir = open_store(uri), working_copy(uri)
     if resume is not None and not (local_dir / EVENTS).exists() and store.stat(uri.child(EVENTS).key) is None:
-        raise not_a_run_error(uri, EVENTS)
+        raise not_a_run_error(uri)
     lease = acquire(uri.child(LEASE_FILE), on_message=note, check_interrupted=stop_request.check)
     if lease is not None:
         stack.callback(lease.release)

@@ -128,7 +128,7 @@ def find_finished(user_config: Config, name: str | None, resume: str | None) -> 
         return None
     try:
         uri = to_run_uri(location)
-        path = Path(expand_variables(location)) if uri is None else fetch_files(uri, (CONFIG,), events_file=EVENTS)
+        path = Path(expand_variables(location)) if uri is None else fetch_files(uri, (CONFIG,))
         refuse_finished(path, None if resume is not None else with_absolute_paths(user_config), uri or path)
     except RunFinished as error:
         return error

@@ -126,7 +126,6 @@ def _tables() -> dict[str, Any]:
 
 
 def cause_ids() -> list[str]:
-    """The ids of all rows, in the order of the file."""
     return [id for id in _tables() if id != "common_thresholds"]
 
 

@@ -344,7 +344,6 @@ def _steps_per_s(run: RunRecords) -> float:
 
 
 def fit_memory_leak(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that is a memory leak."""
     return fit_steady_growth(series) if series.growth >= HOST_MEMORY_LEAK.threshold("min_growth_bytes") else None
 
 

@@ -108,7 +108,6 @@ def make_input_wait_finding(
 
 
 def _loading_evidence(run: RunRecords) -> list[Evidence]:
-    """The lines in which the data is loaded, by the samples."""
     minimum = INPUT_BOUND.threshold("min_place_samples")
     places = [place for place in loading_places(run) if place.samples >= minimum]
     return [
@@ -131,7 +130,6 @@ def largest_stage(run: RunRecords) -> tuple[str | None, float]:
 
 
 def is_mostly(run: RunRecords, stage: str) -> bool:
-    """Whether most of the wait is of one stage of the loader."""
     name, fraction = largest_stage(run)
     return name == stage and fraction >= MIN_STAGE_FRACTION
 
@@ -169,7 +167,6 @@ def decodes_in_training_thread(run: RunRecords) -> bool:
 
 
 def preparing_evidence(run: RunRecords) -> Evidence | None:
-    """That the training thread computes while it should wait, by its clock."""
     utilization = thread_cpu_utilization(run, "input_wait")
     if utilization is None:
         return None
@@ -379,7 +376,6 @@ def too_few_cores(run: RunRecords, cause: Cause) -> Finding | None:
 
 
 def _size_evidence(run: RunRecords) -> Evidence | None:
-    """The images are far larger than the model's input."""
     median_pixels, image_size = run.facts.get("median_pixels"), run.settings.get("image_size")
     if not isinstance(median_pixels, int | float) or not isinstance(image_size, list | tuple) or len(image_size) != 2:
         return None

@@ -255,7 +255,6 @@ def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> tuple
 
 
 def _is_warming_up(run: RunRecords) -> bool:
-    """Whether the learning rate still rises."""
     lr, newest_lr = run.learning.lr, run.learning.newest_lr
     if lr.max_value is None or lr.min_value is None or newest_lr is None:
         return False

@@ -144,7 +144,7 @@ def _without_graph_steps(total: PlaceTotal) -> PlaceTotal:
 
 
 def list_parts(run: RunRecords) -> list[PlaceTotal]:
-    """Of a training of stoker's own, after the start: the parts of stoker that the training thread was in, but for the
+    """The parts of stoker in which the training thread of a training of stoker's own was after the start, but for the
     training step, and the functions of the threads that load, the largest first."""
 
     def part_of(place: PlaceTotal) -> tuple[tuple[str, int], str, str]:
@@ -335,7 +335,7 @@ def is_callees(place: PlaceTotal | Place) -> bool:
 
 
 def called_places(run: RunRecords, place: PlaceTotal) -> list[PlaceTotal]:
-    """Of a place of `_join_callees`: the places that it has called, the largest first."""
+    """The places that a place of `_join_callees` has called, the largest first."""
     key = (*place.thread, place.line)
     return [other for other in list_places(run) if other.kind not in _KINDS_WITH_CAUSES and key in _lines_of(other)]
 

@@ -16,16 +16,14 @@ LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.co
 
 
 class BlockedProcess(NamedTuple):
-    """A process whose newest samples are in one place."""
-
     who: str
     place: Place
     pid: int
 
 
 def stuck_places(run: RunRecords) -> tuple[list[BlockedProcess], list[BlockedProcess]]:
-    """Of a job in which nothing computes, by the newest stacks: (who is in a call of its own, who only waits for
-    others: in a collective, also one inside of the backward pass, or for its loader)."""
+    """(who is in a call of its own, who only waits for others: in a collective, also one inside of the backward pass,
+    or for its loader) in a job in which nothing computes, by the newest stacks."""
     stuck: list[BlockedProcess] = []
     waiting: list[BlockedProcess] = []
     for (rank, pid), window in sorted(run.newest_stacks.items()):

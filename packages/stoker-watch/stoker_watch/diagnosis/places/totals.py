@@ -66,8 +66,6 @@ class _ProcessPlaces:
 
 
 class PlaceCounter:
-    """Counts the places of all processes."""
-
     def __init__(self) -> None:
         self._processes: dict[tuple[int, int], _ProcessPlaces] = {}
 

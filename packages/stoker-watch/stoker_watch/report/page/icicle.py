@@ -22,7 +22,6 @@ _COLORS = {
 
 
 def icicle(tree: PlaceNode) -> Markup:
-    """A chart with its table."""
     title = f"{tree.name[:1].upper()}{tree.name[1:]}"
     total = f"{fmt.duration(tree.seconds)}, {fmt.plural(tree.samples, 'sample')}"
     label = f"Icicle chart: {title}, {total}. The table below it has the same numbers."

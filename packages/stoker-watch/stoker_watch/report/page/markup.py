@@ -32,7 +32,6 @@ def escape(value: object) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """Concatenates children."""
     present = (child for child in children if child is not None)
     return Markup("".join(escape(child) if isinstance(child, str | int) else join(*child) for child in present))
 
