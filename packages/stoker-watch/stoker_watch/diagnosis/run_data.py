@@ -15,6 +15,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from stoker_watch.runs.schemas import DeviceSample, Event, Place, Probe, StackWindow
 from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
 
@@ -430,34 +432,36 @@ class StackStats:
         add_amounts(self.frames, other.frames)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlaceTotal:
+class SampledPlace(msgspec.Struct, frozen=True, kw_only=True):
     """All samples in one place of the processes of a role and rank: a line of the job's own code and what it called.
-
-    `places/totals.py` adds them up, from `schemas.Place`, which explains line, function, call and kind.
-    """
+    `schemas.Place` explains line, function, call and kind."""
 
     role: str
-    """training or worker."""
+    """training, worker or thread."""
     rank: int
-    is_startup: bool
-    """Before the first steps."""
-    kind: str
     line: str
     function: str
     call: str
     part: str
     """Of stoker, in a training of its own; rules only judge lines of the user."""
-    leaves: dict[str, int]
-    """Innermost frame → samples."""
     callers: str
-    """Of most of the samples."""
+    """The lines of the job's own code that called its function, the nearest first, of most of the samples."""
+    kind: str
     samples: int
     seconds: float
     """Of the process's wall time; of workers, which are sampled in turn, of each of them."""
     low_s: float
     high_s: float
     """95 % interval by Wilson, Journal of the American Statistical Association 22, 1927."""
+
+
+class PlaceTotal(SampledPlace, frozen=True, kw_only=True):
+    """What the rules know of a place; `places/totals.py` adds it up."""
+
+    is_startup: bool
+    """Before the first steps."""
+    leaves: dict[str, int]
+    """Innermost frame → samples."""
     windows: int
     """Lines of stacks.jsonl in which it was seen: one is a single call, or several in the same seconds."""
     window_fraction: float

@@ -28,7 +28,7 @@ from stoker_watch.diagnosis.places.totals import merge_by
 from stoker_watch.diagnosis.places.trees import PlaceNode, place_trees
 from stoker_watch.diagnosis.postmortem import explain, explain_unknown
 from stoker_watch.diagnosis.reader import Observer, read_run
-from stoker_watch.diagnosis.run_data import EventSummary, PlaceTotal, RunRecords, Termination
+from stoker_watch.diagnosis.run_data import EventSummary, PlaceTotal, RunRecords, SampledPlace, Termination
 from stoker_watch.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
 from stoker_watch.errors import StokerError, UsageError
 from stoker_watch.findings.finding import Finding
@@ -90,23 +90,10 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     """The stages of `input_wait`, the largest first; their fractions are of all device time too."""
 
 
-class PlaceTime(msgspec.Struct, frozen=True, kw_only=True):
+class PlaceTime(SampledPlace, frozen=True, kw_only=True):
     """A line of the job's own code outside of forward and backward; in a training of stoker's own, a part of stoker
-    besides the training step, with the function in which it was most. low_s, high_s: 95 % interval."""
+    besides the training step, with the function in which it was most."""
 
-    role: str
-    rank: int
-    line: str
-    function: str
-    call: str
-    part: str = ""
-    callers: str = ""
-    """The lines of the job's own code that called its function, the nearest first."""
-    kind: str
-    samples: int
-    seconds: float
-    low_s: float
-    high_s: float
     frequency: str
     """Empty: not known."""
 
@@ -286,8 +273,8 @@ def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
 
 
 def _place_time(place: PlaceTotal, often: str) -> PlaceTime:
-    names = [name for name in PlaceTime.__struct_fields__ if name != "frequency"]
-    return PlaceTime(**{name: getattr(place, name) for name in names}, frequency=often)
+    values = {name: getattr(place, name) for name in SampledPlace.__struct_fields__}
+    return PlaceTime(**values, frequency=often)
 
 
 def open_records(run: str | Path) -> Path:

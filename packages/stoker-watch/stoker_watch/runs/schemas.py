@@ -27,13 +27,9 @@ class Record(msgspec.Struct, kw_only=True):
     """Attempt of the run, from 1."""
 
 
-class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A line of steps.jsonl: at least one second of a run. The phases of a window add up to wall_s × devices."""
+class StepWindow(Record, kw_only=True, omit_defaults=True):
+    """A line of steps.jsonl: at least one second of a run, up to `t`. The phases add up to wall_s × devices."""
 
-    t: Amount
-    """Unix time, seconds, at the end of the window."""
-    attempt: Whole
-    """1 for the first start of the run, one more after each restart."""
     step: Whole
     """Optimizer steps done at the end of the window."""
     window_steps: Whole

@@ -1,7 +1,7 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,18 +41,12 @@ def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
         text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
         clock_evidence = make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
     confidence, reason, command = _BY_REASON[order]
-    return make_finding(
-        run,
-        cause,
-        -negative_value,
-        [evidence, clock_evidence],
-        severity=SEVERITIES[severity_index],
-        lost_s=deficit * compute_s if deficit is not None and compute_s else None,
-        estimate_basis="the missing fraction of the clock, of the time in which the device computed",
-        confidence=confidence,
-        fix=cause.other_fixes[reason],
-        command=command,
-    )
+    severity, fix, value = SEVERITIES[severity_index], cause.other_fixes[reason], -negative_value
+    lost_s = deficit * compute_s if deficit is not None and compute_s else None
+    basis = "the missing fraction of the clock, of the time in which the device computed"
+    options: dict[str, Any] = {"lost_s": lost_s, "estimate_basis": basis, "fix": fix, "command": command}
+    shown = [evidence, clock_evidence]
+    return make_finding(run, cause, value, shown, severity=severity, confidence=confidence, **options)
 
 
 _Judged = tuple[Severity | None, float, Evidence | None]

@@ -486,15 +486,10 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
         line, own = output[span[1]], find_raising_lines(output, span)
         at = f", raised at {own[0]}" if own else ""
         evidence.append(make_evidence(f"a thread ended by {line.text}{at}", source=line.source))
-    finding = make_finding(
-        run,
-        cause,
-        gap.gap_s / gap.max_earlier_gap_s,
-        [*evidence, *stuck_evidence(run)],
-        lost_s=gap.gap_s * run.num_devices,
-        estimate_basis="all since the last step",
-        fix=cause.other_fixes["thread"] if ended_threads else None,
-    )
+    measured, lost_s = gap.gap_s / gap.max_earlier_gap_s, gap.gap_s * run.num_devices
+    evidence, basis = [*evidence, *stuck_evidence(run)], "all since the last step"
+    fix = cause.other_fixes["thread"] if ended_threads else None
+    finding = make_finding(run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis, fix=fix)
     return None if finding is None else name_stuck(run, finding)
 
 

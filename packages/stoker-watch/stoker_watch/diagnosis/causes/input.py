@@ -84,27 +84,12 @@ def make_input_wait_finding(
         if eval_wait_s := wait_in_evaluations_s(run):
             text = f"{eval_wait_s:,.1f} s more in evaluations, by the stack samples"
             evidence = [*evidence, make_evidence(text, eval_wait_s, "stacks.jsonl: main_thread")]
-        return make_phase_finding(
-            run,
-            cause,
-            "input_wait",
-            extra_evidence=evidence,
-            min_measured=min_measured,
-            excluded_s=excluded_s - eval_wait_s,
-            **options,
-        )
+        options |= {"extra_evidence": evidence, "min_measured": min_measured, "excluded_s": excluded_s - eval_wait_s}
+        return make_phase_finding(run, cause, "input_wait", **options)
     if run.on_cpu:
         min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_of_stacks"))
-    return make_stack_finding(
-        run,
-        cause,
-        "a wait for images or in decoding",
-        "input_wait",
-        "decode",
-        extra_evidence=evidence,
-        min_measured=min_measured,
-        **options,
-    )
+    options |= {"extra_evidence": evidence, "min_measured": min_measured}
+    return make_stack_finding(run, cause, "a wait for images or in decoding", "input_wait", "decode", **options)
 
 
 def _loading_evidence(run: RunRecords) -> list[Evidence]:

@@ -44,21 +44,11 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
         divergence = _Divergence(text, thirds[-1] / thirds[0], steps_s, _ALL_STEPS_LOST.format("little"))
     if divergence is None:
         return None
-    return make_finding(
-        run,
-        cause,
-        1,
-        [
-            make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"),
-            lr_evidence(run),
-            *(mistake_evidence(*one) for one in seen),
-            _scale_evidence(run),
-        ],
-        lost_s=divergence.lost_s,
-        estimate_basis=divergence.estimate_basis,
-        confidence=0.8 if seen else 0.7,  # the loss alone: other faults raise it, too
-        fix=seen[0][0].fix if seen else None,
-    )
+    text, ratio, lost_s, basis = divergence
+    evidence = [make_evidence(text, ratio, "steps.jsonl: losses"), lr_evidence(run)]
+    evidence += [*(mistake_evidence(*one) for one in seen), _scale_evidence(run)]
+    confidence, fix = (0.8, seen[0][0].fix) if seen else (0.7, None)  # the loss alone: other faults raise it, too
+    return make_finding(run, cause, 1, evidence, lost_s=lost_s, estimate_basis=basis, confidence=confidence, fix=fix)
 
 
 def _find_divergence(run: RunRecords) -> _Divergence | None:
@@ -190,17 +180,9 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     still, first = _find_constant_loss(run), next(iter(learning.loss.values), 0.0)
     if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
         text = f"the loss is {still.value:.4g} {still.text}"
-        of_constant_loss = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
-        return make_finding(
-            run,
-            cause,
-            2,
-            of_constant_loss,
-            fix=cause.other_fixes["still"],
-            lost_s=steps_s,
-            estimate_basis=basis,
-            confidence=0.8,
-        )
+        constant = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
+        fix = cause.other_fixes["still"]
+        return make_finding(run, cause, 2, constant, fix=fix, lost_s=steps_s, estimate_basis=basis, confidence=0.8)
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was
     if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):
@@ -335,20 +317,14 @@ def overfitting(run: RunRecords, cause: Cause) -> Finding | None:
     after = [value for t, value in learning.loss.points if t > best_t]
     if not before or not after or after[-1] >= before[-1]:
         return None
+    fall, loss = f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", after[-1]
+    fell = f"the training loss fell from {before[-1]:.3g} to {loss:.3g}"
     evidence = [
-        make_evidence(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
-        make_evidence(
-            f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"
-        ),
+        make_evidence(fall, -ap_drop, "events.jsonl: evaluated"),
+        make_evidence(fell, loss, "steps.jsonl: losses"),
     ]
-    return make_finding(
-        run,
-        cause,
-        ap_drop / best_ap,
-        evidence,
-        lost_s=run.num_ranks * learning.device_s_since_best,
-        estimate_basis="all since the best evaluation",
-    )
+    lost_s, basis = run.num_ranks * learning.device_s_since_best, "all since the best evaluation"
+    return make_finding(run, cause, ap_drop / best_ap, evidence, lost_s=lost_s, estimate_basis=basis)
 
 
 def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
@@ -368,16 +344,10 @@ def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
     evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
     sudden, fix = find_sudden(run)
     evidence.insert(1, sudden)
-    return make_finding(
-        run,
-        cause,
-        1,
-        evidence,
-        fix=fix,
-        lost_s=run.num_ranks * learning.device_s_without_loss or None,
-        estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
-        command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
-    )
+    command = lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None
+    lost_s = run.num_ranks * learning.device_s_without_loss or None
+    basis = "all since the last finite loss" if lost_s else ""
+    return make_finding(run, cause, 1, evidence, fix=fix, lost_s=lost_s, estimate_basis=basis, command=command)
 
 
 def find_sudden(run: RunRecords) -> tuple[Evidence | None, str | None]:

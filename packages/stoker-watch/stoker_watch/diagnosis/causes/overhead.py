@@ -307,23 +307,14 @@ def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     seconds = run.phase_seconds("startup") + compile_s
     if seconds < cause.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
         return None
-    evidence = [
-        phase_evidence(run, "startup"),
-        phase_evidence(run, "compile") if compile_s else None,
-        attempts_evidence(run),
-    ]
+    compiling = phase_evidence(run, "compile") if compile_s else None
+    evidence = [phase_evidence(run, "startup"), compiling, attempts_evidence(run)]
     fraction = seconds / run.totals.device_s if run.totals.device_s > 0 else 0.0
     severity: Severity | None = "info" if is_short(run) else None
     cause_evidence, fix = _startup_cause(run, compile_s / seconds)
+    evidence, minimum = [*evidence, *cause_evidence], cause.warning_threshold
     return make_finding(
-        run,
-        cause,
-        fraction,
-        [*evidence, *cause_evidence],
-        severity=severity,
-        min_measured=cause.warning_threshold,
-        lost_s=seconds,
-        fix=fix,
+        run, cause, fraction, evidence, severity=severity, min_measured=minimum, lost_s=seconds, fix=fix
     )
 
 

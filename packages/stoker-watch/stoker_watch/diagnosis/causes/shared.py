@@ -48,9 +48,8 @@ def make_finding(
     if lost_s is not None:
         lost_s = min(max(0.0, lost_s), run.totals.device_s)
         if estimate_basis:
-            evidence_lines.append(
-                make_evidence(f"{lost_s:,.1f} {device_seconds(run)} lost is an estimate: {estimate_basis}", lost_s)
-            )
+            text = f"{lost_s:,.1f} {device_seconds(run)} lost is an estimate: {estimate_basis}"
+            evidence_lines.append(make_evidence(text, lost_s))
         if run.price_per_device_hour > 0:
             lost_cost = lost_s * run.price_per_device_hour / 3600
     return Finding(
@@ -126,14 +125,9 @@ def make_traced_finding(run: RunRecords, cause: Cause, what: str, field: str) ->
     """The finding of the time of traced steps in which only `what` ran: a field of traces.jsonl, in seconds."""
     fraction = getattr(run.traces, field) / run.traces.wall_s
     text = f"only {what} ran in {percent(fraction)} of {run.traces.steps} traced steps"
-    return make_finding(
-        run,
-        cause,
-        fraction,
-        [make_evidence(text, fraction, f"traces.jsonl: {field}")],
-        lost_s=fraction * run.phase_seconds("compute"),
-        estimate_basis="the traced fraction of the time in steps",
-    )
+    evidence = [make_evidence(text, fraction, f"traces.jsonl: {field}")]
+    lost_s, basis = fraction * run.phase_seconds("compute"), "the traced fraction of the time in steps"
+    return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis)
 
 
 def make_phase_finding(
@@ -270,11 +264,8 @@ def cpu_utilization_evidence(run: RunRecords) -> Evidence | None:
 
 def process_cpu_evidence(run: RunRecords) -> Evidence | None:
     cores = run.host.process_cpu.value
-    return (
-        None
-        if cores is None
-        else make_evidence(f"the process used {cores:.2f} cores", cores, "devices.jsonl: process_cpu")
-    )
+    text = f"the process used {cores or 0.0:.2f} cores"
+    return None if cores is None else make_evidence(text, cores, "devices.jsonl: process_cpu")
 
 
 def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence | None:

@@ -2,7 +2,6 @@
 wait for each other: for one slow rank, or in collectives that computing does not hide."""
 
 import collections
-import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -287,14 +286,9 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
         cpu_evidence = make_evidence(text, utilization, "steps.jsonl: thread_cpu_s.compute")
     if samples_contradict(run, idle_fraction, *_WAIT_KINDS):
         return None
-    return make_finding(
-        run,
-        HOST_DEVICE_SYNCS,
-        idle_fraction,
-        [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")],
-        lost_s=idle_fraction * run.steady_device_s,
-        estimate_basis="the time in steps in which no core worked",
-    )
+    evidence = [cpu_evidence, phase_evidence(run, "compute"), stack_evidence(run, "a wait", "sync", "idle")]
+    lost_s, basis = idle_fraction * run.steady_device_s, "the time in steps in which no core worked"
+    return make_finding(run, HOST_DEVICE_SYNCS, idle_fraction, evidence, lost_s=lost_s, estimate_basis=basis)
 
 
 def _finding_from_stacks(
@@ -398,14 +392,9 @@ def host_bound_steps(run: RunRecords, cause: Cause) -> Finding | None:
     text = f"the driver saw kernels {100 * utilization:.0f} % of the time"
     idle_fraction = compute_fraction - utilization
     driver_evidence = make_evidence(text, idle_fraction, "devices.jsonl: gpus.utilization")
-    return make_finding(
-        run,
-        cause,
-        idle_fraction,
-        [driver_evidence, phase_evidence(run, "compute"), _host_bound_evidence(run)],
-        lost_s=idle_fraction * run.steady_device_s,
-        estimate_basis="the driver's utilization is a coarse sample",
-    )
+    evidence = [driver_evidence, phase_evidence(run, "compute"), _host_bound_evidence(run)]
+    lost_s, basis = idle_fraction * run.steady_device_s, "the driver's utilization is a coarse sample"
+    return make_finding(run, cause, idle_fraction, evidence, lost_s=lost_s, estimate_basis=basis)
 
 
 def _finding_from_traces(
@@ -417,14 +406,9 @@ def _finding_from_traces(
         duration_s, host_op = traces.longest_gap
         text += f"; the longest gap was {1e3 * duration_s:.1f} ms, with the host in {host_op or 'Python'}"
     idle_evidence = make_evidence(text, idle_fraction, "traces.jsonl: busy_s, wall_s, gaps")
-    return make_finding(
-        run,
-        cause,
-        idle_fraction,
-        [idle_evidence, kernel_evidence, _host_bound_evidence(run)],
-        lost_s=idle_fraction * run.phase_seconds("compute"),
-        estimate_basis=_TRACE_ESTIMATE,
-    )
+    evidence = [idle_evidence, kernel_evidence, _host_bound_evidence(run)]
+    lost_s = idle_fraction * run.phase_seconds("compute")
+    return make_finding(run, cause, idle_fraction, evidence, lost_s=lost_s, estimate_basis=_TRACE_ESTIMATE)
 
 
 def _host_bound_evidence(run: RunRecords) -> Evidence | None:
@@ -440,16 +424,9 @@ def batch_too_small(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [_batch_size_evidence(run), _step_rate_evidence(run)]
     probe = run.probes.get("double_batch")
     if probe is not None and probe.ratio > 1:
-        saved_fraction = 1 - 1 / probe.ratio
-        return make_finding(
-            run,
-            cause,
-            saved_fraction,
-            evidence,
-            lost_s=saved_fraction * run.phase_seconds("compute"),
-            estimate_basis="what twice the batch saved in the experiment",
-            confidence=0.8,
-        )
+        saved = 1 - 1 / probe.ratio
+        lost_s, basis = saved * run.phase_seconds("compute"), "what twice the batch saved in the experiment"
+        return make_finding(run, cause, saved, evidence, lost_s=lost_s, estimate_basis=basis, confidence=0.8)
     if not is_long_enough(run) or not steady.steps_with_image_count or "batch_size" in run.auto_settings:
         return None
     if steady.num_images / steady.steps_with_image_count > cause.threshold("batch_size"):
@@ -534,7 +511,7 @@ def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, place_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
-    named = {} if place is None else _name_slow_rank(cause, rank, place)
+    named: dict[str, Any] = {} if place is None else _name_slow_rank(cause, rank, place)
     by_clock = make_finding(
         run, cause, waiting_fraction, evidence, lost_s=lost_s, min_measured=_min_fraction(run), confidence=confidence,
         **named,
@@ -599,7 +576,7 @@ def _neighbors_excess_s(run: RunRecords, place: PlaceTotal) -> float:
     if whole is None:
         return 0.0
     ranks = (rank for rank in range(run.num_ranks) if rank != place.rank)
-    others = [find_neighbors(run, dataclasses.replace(place, rank=rank)) for rank in ranks]
+    others = [find_neighbors(run, msgspec.structs.replace(place, rank=rank)) for rank in ranks]
     return whole.seconds - max((other.seconds for other in others if other is not None), default=0.0)
 
 
@@ -620,11 +597,9 @@ def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
 
 
 def _min_fraction(run: RunRecords) -> float | None:
-    return (
-        STRAGGLER.threshold("warning_threshold_on_cpu") + contended_fraction(run) / 4
-        if run.is_external and run.on_cpu
-        else None
-    )
+    if not run.is_external or not run.on_cpu:
+        return None
+    return STRAGGLER.threshold("warning_threshold_on_cpu") + contended_fraction(run) / 4
 
 
 def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:

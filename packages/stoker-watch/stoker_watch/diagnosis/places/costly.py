@@ -1,10 +1,11 @@
 """Which places cost time: lines, functions and what a line calls, outside of the training steps and of waits."""
 
 import collections
-import dataclasses
 import itertools
 import re
 from collections.abc import Container, Iterable, Sequence
+
+import msgspec
 
 from stoker_watch.diagnosis.places.totals import MIN_SHARE, NEVER_A_STEP, merge_by, merge_places, scale_to_leaves
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
@@ -121,7 +122,7 @@ def _with_loops(run: RunRecords) -> list[PlaceTotal]:
         return run.places
     have_steps = functions_with_steps(run)
     return [
-        dataclasses.replace(total, kind="python")
+        msgspec.structs.replace(total, kind="python")
         if total.kind == LOOP_IN_STEP and total.file_and_function not in have_steps
         else total
         for total in run.places
@@ -168,7 +169,7 @@ def list_loops(run: RunRecords) -> list[PlaceTotal]:
         if loop.low_s >= MIN_LOOP * run.place_totals["training", rank]:
             own = (line for line in lines if (line.rank, line.file_and_function) == (rank, function))
             first = max(own, key=lambda line: line.seconds)
-            loops.append(dataclasses.replace(loop, line=first.line, call=first.call))
+            loops.append(msgspec.structs.replace(loop, line=first.line, call=first.call))
     return sorted(loops, key=lambda loop: -loop.seconds)
 
 
@@ -312,7 +313,7 @@ def _join_callees(
         if key in besides_step or (is_several and max(own) < MOST * sums[key].seconds):
             line = key[2]
             callers = next((callers for part in parts if (callers := _callers_of(part, line))), "")
-            found.append(dataclasses.replace(sums[key], line=line, function="", call="", callers=callers))
+            found.append(msgspec.structs.replace(sums[key], line=line, function="", call="", callers=callers))
         for key in inner:
             del sums[key]
     return found
@@ -403,7 +404,7 @@ def find_caller(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
         if whole is None or steps >= MIN_STEPS * whole.samples:
             continue
         if MIN_REST * place.seconds <= whole.seconds <= place.seconds / MOST:
-            return dataclasses.replace(whole, line=line, function="", call="", callers=_callers_of(place, line))
+            return msgspec.structs.replace(whole, line=line, function="", call="", callers=_callers_of(place, line))
     return None
 
 
@@ -435,7 +436,7 @@ def find_neighbors(run: RunRecords, place: PlaceTotal) -> PlaceTotal | None:
     whole = merge_places(one for line in around for one in lines.get(line, ()))
     if whole is None or whole.seconds < MIN_REST * place.seconds:
         return None
-    return dataclasses.replace(whole, line=f"{file}:{min(around)}-{max(around)}", call="")
+    return msgspec.structs.replace(whole, line=f"{file}:{min(around)}-{max(around)}", call="")
 
 
 def name_cost(place: PlaceTotal, caller: PlaceTotal | None) -> str:
@@ -486,7 +487,7 @@ def _merge_lines(group: list[PlaceTotal], call: str) -> PlaceTotal:
     total = merge_places(group)
     assert total is not None
     largest = max(place.seconds for place in group)
-    return total if largest >= MAIN_FRACTION * total.seconds else dataclasses.replace(total, call=call)
+    return total if largest >= MAIN_FRACTION * total.seconds else msgspec.structs.replace(total, call=call)
 
 
 ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}

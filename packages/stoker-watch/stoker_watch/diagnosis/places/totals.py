@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import LOOP_IN_STEP, StackWindow
@@ -153,7 +155,7 @@ def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
         leaves.update(total.leaves)
     error_s = math.hypot(*(total.high_s - total.low_s for total in ordered)) / 2
     seconds = sum(total.seconds for total in ordered)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         ordered[0],
         leaves=dict(leaves),
         samples=sum(total.samples for total in ordered),
@@ -199,7 +201,7 @@ def scale_to_leaves(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
     if ratio == 1:
         return total
     scaled = {name: getattr(total, name) * ratio for name in ("seconds", "low_s", "high_s")}
-    return dataclasses.replace(total, leaves=leaves, samples=samples, **scaled)
+    return msgspec.structs.replace(total, leaves=leaves, samples=samples, **scaled)
 
 
 def wilson(fraction: float, count: int) -> tuple[float, float]:
