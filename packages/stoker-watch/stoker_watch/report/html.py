@@ -16,16 +16,8 @@ from typing import Any
 import jinja2
 
 from stoker_watch.errors import writing
+from stoker_watch.report import explain
 from stoker_watch.report import format as fmt
-from stoker_watch.report.explain import (
-    ERROR_TYPE_ADVICE,
-    PHASE_COLORS,
-    PROBE_HEADS,
-    PhaseTime,
-    RunExplanation,
-    open_records,
-    probe_rows,
-)
 from stoker_watch.report.page import charts as draw
 from stoker_watch.report.page.icicle import icicle
 from stoker_watch.report.page.images import render_image
@@ -48,7 +40,7 @@ MAX_CLASS_ROWS = 100
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
     """Writes the page of a run to its folder (for a bucket: to NAME-report.html in the current folder) or to `out`;
     returns its path. Raises UsageError if there is no such run, StorageError if the page cannot be written."""
-    path = open_records(run)
+    path = explain.open_records(run)
     report = collect(path, price_per_device_hour)
     page = render(report, {} if report.evaluation is None else read_thumbnails(path, report.evaluation.step))
     folder = expand_variables(str(run))
@@ -120,8 +112,8 @@ def _templates(folder: Path) -> jinja2.Environment:
     )
     functions = (
         class_names, class_rows, coco_metrics, confusion_rows, confusion_table, flatten, error_rows, event_rows,
-        icicle, join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows,
-        render_image, next_commands, setting_rows, table,
+        icicle, join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, quarantine_rows, render_image,
+        next_commands, setting_rows, table, explain.probe_rows,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -129,7 +121,7 @@ def _templates(folder: Path) -> jinja2.Environment:
         "plotly": _plotly,
         "fmt": fmt,
         "draw": draw,
-        "probe_heads": PROBE_HEADS,
+        "probe_heads": explain.PROBE_HEADS,
         "max_class_rows": MAX_CLASS_ROWS,
     }
     return environment
@@ -149,17 +141,17 @@ def phase_name(phase: str) -> str:
 
 
 def phase_color(phase: str) -> str:
-    return PHASE_COLORS.get(phase, "var(--c8)")
+    return explain.PHASE_COLORS.get(phase, "var(--c8)")
 
 
-def ledger_order(rows: list[PhaseTime]) -> list[PhaseTime]:
+def ledger_order(rows: list[explain.PhaseTime]) -> list[explain.PhaseTime]:
     return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
 
 
 # Rows of tables
 
 
-def phase_rows(explanation: RunExplanation) -> list[list[Child]]:
+def phase_rows(explanation: explain.RunExplanation) -> list[list[Child]]:
     rows: list[list[Child]] = []
     for name, row in explanation.rows():
         swatch = tag("span", class_="key", style=f"background:{phase_color(row.phase)}", aria_hidden="true")
@@ -200,7 +192,7 @@ def error_rows(evaluation: Evaluation) -> list[list[Child]]:
     counts = sum_error_types(evaluation)
     highest = max(counts.values(), default=0)
     return [
-        [name, fmt.count(count), bar(count / highest, color="var(--c3)"), *ERROR_TYPE_ADVICE[name]]
+        [name, fmt.count(count), bar(count / highest, color="var(--c3)"), *explain.ERROR_TYPE_ADVICE[name]]
         for name, count in counts.most_common()
     ]
 

@@ -26,14 +26,8 @@ from stoker_watch.diagnosis.causes.shared import (
     stack_evidence,
     wait_in_evaluations_s,
 )
+from stoker_watch.diagnosis.places import loading
 from stoker_watch.diagnosis.places.costly import LOADER_CALL, LOOP_CALL, ROLE_NAMES, describe_place
-from stoker_watch.diagnosis.places.loading import (
-    count_blocked,
-    count_decoding,
-    count_working,
-    loading_fraction,
-    loading_places,
-)
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding
 
@@ -94,7 +88,7 @@ def make_input_wait_finding(
 
 def _loading_evidence(run: RunRecords) -> list[Evidence]:
     minimum = INPUT_BOUND.threshold("min_place_samples")
-    places = [place for place in loading_places(run) if place.samples >= minimum]
+    places = [place for place in loading.loading_places(run) if place.samples >= minimum]
     return [
         make_evidence(
             f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}", place.seconds,
@@ -244,7 +238,7 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     if idle_evidence is None or decodes_in_training_thread(run):
         return None
     minimum = cause.threshold("min_blocked_fraction")
-    blocked = loading_fraction(run, count_blocked, minimum)
+    blocked = loading.loading_fraction(run, loading.count_blocked, minimum)
     if blocked is not None and blocked < minimum:
         return None  # idle cores are not slow storage: who loads was elsewhere
     # CPU time of the training thread in the wait is decoding, which faster storage does not save.
@@ -313,7 +307,7 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
     if cores is None or idle_while_waiting_evidence(run) is not None:
         return None
     minimum = cause.threshold("min_decoding_fraction")
-    decoding = loading_fraction(run, count_decoding, minimum)
+    decoding = loading.loading_fraction(run, loading.count_decoding, minimum)
     evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
     if decoding is not None and decoding >= minimum:
         text = f"of the samples of who loads the images, {percent(decoding)} were in decoding or a transform"
@@ -398,7 +392,7 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None
     minimum = cause.threshold("min_working_fraction")
-    working = loading_fraction(run, count_working, minimum)
+    working = loading.loading_fraction(run, loading.count_working, minimum)
     computes = _native_loader_evidence(run, "as many as one computes meanwhile")
     if working is not None and working >= minimum:
         text = f"of the samples of who loads the images, {percent(working)} were in code that computes"

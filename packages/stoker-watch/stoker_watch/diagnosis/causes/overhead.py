@@ -21,23 +21,7 @@ from stoker_watch.diagnosis.causes.shared import (
     sample_evidence,
     wait_in_evaluations_s,
 )
-from stoker_watch.diagnosis.places.costly import (
-    IMPORT,
-    STARTS,
-    STARTS_WORKERS,
-    called_places,
-    describe_place,
-    find_caller,
-    find_neighbors,
-    frequency,
-    functions_with_steps,
-    has_workers,
-    heavy_places,
-    is_callees,
-    list_places,
-    module_of,
-    name_cost,
-)
+from stoker_watch.diagnosis.places import costly
 from stoker_watch.diagnosis.places.totals import find_places
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
@@ -78,7 +62,9 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     if not run.is_external or place is None or place.seconds < cause.threshold("places") * eval_s:
         place = None
     else:
-        evidence.append(make_evidence(f"most often by {describe_place(place)}", place.seconds, "stacks.jsonl: places"))
+        evidence.append(
+            make_evidence(f"most often by {costly.describe_place(place)}", place.seconds, "stacks.jsonl: places")
+        )
         fix = cause.other_fixes["place"].replace("PLACE", place.line)
     return _repeated_phase_finding(
         run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix,
@@ -89,9 +75,9 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
     """Places outside of forward passes and steps, which may be in the evaluations; None if they take a small part of
     the time of these."""
-    have_steps = functions_with_steps(run)
+    have_steps = costly.functions_with_steps(run)
     places = [
-        place for place in list_places(run)
+        place for place in costly.list_places(run)
         if place.role == "training" and (
             place.kind in (AFTER_STEP, WITHOUT_GRADIENTS)
             or (place.kind in ("python", "decode", "gc")
@@ -100,7 +86,7 @@ def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
     ]  # fmt: skip
     if not places or sum(place.seconds for place in places) < cause.threshold("places") * run.phase_seconds("eval"):
         return None
-    parts = ", ".join(f"{place.seconds:,.1f} s in {describe_place(place)}" for place in places[:MAX_LINES])
+    parts = ", ".join(f"{place.seconds:,.1f} s in {costly.describe_place(place)}" for place in places[:MAX_LINES])
     text = f"places outside of forward passes and steps, which may be in it: {parts}"
     return make_evidence(text, None, "stacks.jsonl: places")
 
@@ -108,7 +94,7 @@ def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
 def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     if run.is_external and not run.phase_seconds("compute", "checkpoint"):  # without a clock, as with JAX
         place = find_places(run, kind="^checkpoint$")
-        named = None if place is None else make_evidence(f"most of it in {describe_place(place)}", place.seconds)
+        named = None if place is None else make_evidence(f"most of it in {costly.describe_place(place)}", place.seconds)
         minimum = cause.threshold("short_run") if is_short(run) else None
         return make_stack_finding(
             run, cause, "saving a checkpoint", "checkpoint", extra_evidence=[named], min_measured=minimum
@@ -169,7 +155,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
     busy = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
     idle_fraction = 1 - max(busy) if busy and run.num_ranks == 1 else None
-    for place in sorted(heavy_places(run, cause.warning_threshold or 0.0), key=_is_single_event):
+    for place in sorted(costly.heavy_places(run, cause.warning_threshold or 0.0), key=_is_single_event):
         observed_s = run.observed_s(place)
         measured, what = place.seconds / observed_s, "the training thread"
         if place.role == "worker":  # what they do costs only the time in which the training waits for them
@@ -182,7 +168,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
             measured -= rare_worker_start_fraction(run)
         if place.samples < cause.threshold("min_samples") or measured * observed_s < cause.threshold("min_duration_s"):
             continue
-        often = frequency(run, place)
+        often = costly.frequency(run, place)
         text = (
             f"{what} was there {place.seconds:,.0f} s of {observed_s:,.0f} (95 %: {place.low_s:,.0f} to "
             f"{place.high_s:,.0f}), in {place.samples} samples{f', {often}' if often else ''}"
@@ -191,18 +177,22 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         leaves = sorted((count, leaf) for leaf, count in place.leaves.items() if leaf)
         if leaves and 2 * leaves[-1][0] > place.samples:
             evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
-        lines = called_places(run, place) if is_callees(place) else [
-            other for other in list_places(run)
+        lines = costly.called_places(run, place) if costly.is_callees(place) else [
+            other for other in costly.list_places(run)
             if other.role == place.role and (other.function == place.function or other.call == place.call != "")
-            and place.call in ("", other.call, module_of(other.call))
+            and place.call in ("", other.call, costly.module_of(other.call))
         ]  # fmt: skip
         lines = [other for other in lines if round(other.seconds)]
         if len(lines) > 1:
-            parts = ", ".join(f"{other.seconds:,.0f} s in {describe_place(other)}" for other in lines[:MAX_LINES])
+            parts = ", ".join(
+                f"{other.seconds:,.0f} s in {costly.describe_place(other)}" for other in lines[:MAX_LINES]
+            )
             evidence.append(make_evidence(parts, None, "stacks.jsonl: places"))
         if place.callers:
             evidence.append(make_evidence(f"called from {place.callers}", source="stacks.jsonl: places.callers"))
-        caller = None if is_callees(place) else find_caller(run, place) or find_neighbors(run, place)
+        caller = (
+            None if costly.is_callees(place) else costly.find_caller(run, place) or costly.find_neighbors(run, place)
+        )
         whole = caller or place
         lost_s = measured * whole.seconds / place.seconds * run.steady_device_s
         basis = "the fraction of the samples"
@@ -215,7 +205,7 @@ def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
         is_info = _is_single_event(place) and cause.severity(measured) is not None
         finding = make_finding(
             run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis,
-            severity="info" if is_info else None, title=name_cost(place, caller), place=place.line,
+            severity="info" if is_info else None, title=costly.name_cost(place, caller), place=place.line,
             fix=_find_fix(run, cause, place),
         )  # fmt: skip
         if finding is not None:
@@ -227,7 +217,7 @@ def _find_fix(run: RunRecords, cause: Cause, place: PlaceTotal) -> str | None:
     """The fix of a training thread that loads data which workers could prepare or do prepare, or that waits for a lock;
     None: that of the cause."""
     if place.role == "training" and place.kind in _LOADING_KINDS and not run.is_native_run:
-        if not has_workers(run):
+        if not costly.has_workers(run):
             return cause.other_fixes["no workers"]
         if place.kind == "decode":
             return find_cause("slow_decode").other_fixes["despite workers"]
@@ -246,8 +236,8 @@ def _lost_in_place(run: RunRecords, place: PlaceTotal) -> tuple[float, str]:
     else the samples, at most all after the start."""
     loads = place.kind in _LOADING_KINDS
     kinds = _LOADING_KINDS if loads else _BETWEEN_KINDS if place.kind in _BETWEEN_KINDS else ()
-    others = [other for other in run.places if not other.is_startup] if loads else list_places(run)
-    counted = [other for other in others if other.kind in kinds and not re.search(IMPORT, other.call)]
+    others = [other for other in run.places if not other.is_startup] if loads else costly.list_places(run)
+    counted = [other for other in others if other.kind in kinds and not re.search(costly.IMPORT, other.call)]
     sampled_s = sum(other.seconds for other in counted if other.role == "training")
     clock_s = run.steady.phases.get("input_wait" if loads else "host", 0.0)
     by_clock = clock_s * place.seconds / sampled_s if sampled_s > 0 else 0.0
@@ -273,12 +263,12 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
         clocked: list[Evidence | None] = [
             make_evidence(text, steady.worker_start_s, "steps.jsonl: worker_starts, worker_start_s")
         ]
-        if (place := find_places(run, call=STARTS_WORKERS)) is not None:
+        if (place := find_places(run, call=costly.STARTS_WORKERS)) is not None:
             clocked.append(make_evidence(f"most often by {place.line}", place.seconds, "stacks.jsonl: places"))
         min_measured = cause.threshold("short_run") if is_short(run) else None
         lost_s = steady.worker_start_s * run.num_ranks
         return make_finding(run, cause, fraction, clocked, lost_s=lost_s, min_measured=min_measured)
-    imports = find_places(run, "worker", kind="^other$", call=STARTS)
+    imports = find_places(run, "worker", kind="^other$", call=costly.STARTS)
     input_wait = fraction_of_phase(run, "input_wait") or run.stacks.fraction("input_wait")
     if imports is None or imports.samples < cause.threshold("min_samples") or imports.bursts < 2:
         return None
@@ -296,7 +286,7 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
 
 def _loading_s(run: RunRecords) -> float:
     """Seconds of the places in which the training thread itself loads, as far as they are large."""
-    places = heavy_places(run, find_cause("heavy_place").warning_threshold or 0.0)
+    places = costly.heavy_places(run, find_cause("heavy_place").warning_threshold or 0.0)
     return sum(place.seconds for place in places if place.role == "training" and place.kind in _LOADING_KINDS)
 
 

@@ -8,14 +8,8 @@ from typing import Any
 
 import msgspec
 
+from stoker_watch.diagnosis.causes import host
 from stoker_watch.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
-from stoker_watch.diagnosis.causes.host import (
-    contended_fraction,
-    cpu_demand,
-    cpu_demand_ratio,
-    describe_growth,
-    thread_cpu_utilization,
-)
 from stoker_watch.diagnosis.causes.shared import (
     binomial_tail,
     driver_utilization,
@@ -34,18 +28,7 @@ from stoker_watch.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker_watch.diagnosis.places.costly import (
-    IMPORT,
-    MIN_STEPS,
-    describe_place,
-    find_caller,
-    find_neighbors,
-    heavy_places,
-    is_callees,
-    list_loops,
-    list_places,
-    name_cost,
-)
+from stoker_watch.diagnosis.places import costly
 from stoker_watch.diagnosis.places.totals import find_places, merge_by, merge_places
 from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
@@ -74,14 +57,14 @@ def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence. What a library does between the steps in its own
     loop, as metrics and handlers of ignite do, is info while it is small."""
-    lines = [place for place in _heavy_training_places(run) if place.call or is_callees(place)]
+    lines = [place for place in _heavy_training_places(run) if place.call or costly.is_callees(place)]
     if any(place.seconds >= run.stacks.main_thread.get("python", 0.0) / 2 for place in lines):
         return None  # one line is most of it: `heavy_place`
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     largest = _largest_place(run)
-    caller = None if largest is None else find_caller(run, largest)
+    caller = None if largest is None else costly.find_caller(run, largest)
     place_s = 0.0 if largest is None else (caller or largest).seconds * max(1, run.num_ranks)
     from_stacks = _finding_from_stacks(
         run, cause, "Python", *_PYTHON, places=_places_between_steps(run), place_s=place_s
@@ -123,13 +106,13 @@ def _is_in_evaluations(run: RunRecords, between_steps: float | None) -> bool:
 
 
 def _heavy_training_places(run: RunRecords) -> list[PlaceTotal]:
-    found = heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
+    found = costly.heavy_places(run, HEAVY_PLACE.warning_threshold or 0.0)
     return [place for place in found if place.role == "training"]
 
 
 def _largest_place(run: RunRecords) -> PlaceTotal | None:
     """The largest of the training thread without a cause of its own; None if it is a wait for input."""
-    places = (*_heavy_training_places(run), *list_places(run))
+    places = (*_heavy_training_places(run), *costly.list_places(run))
     first = next((place for place in places if place.role == "training" and place.kind not in _OTHER_CAUSES), None)
     return None if first is None or first.kind == "input_wait" else first
 
@@ -142,7 +125,7 @@ def _name_place(
     if all ranks were there."""
     if finding is None or place is None or 2 * place_s < (finding.lost_device_s or 0.0):
         return finding
-    title = f"{finding.title}: {name_cost(place, caller)}"
+    title = f"{finding.title}: {costly.name_cost(place, caller)}"
     lost_s = finding.lost_device_s or 0.0
     whole = caller or place
     if place_s < lost_s or place_s * whole.low_s / whole.seconds > lost_s:  # some of it is in steps, by the clock
@@ -154,23 +137,25 @@ def _name_place(
 def _places_between_steps(run: RunRecords) -> list[Evidence]:
     """The largest places of the training thread outside of steps and imports, or in a Python loop around a model, and
     of other threads, which hold the interpreter's lock meanwhile."""
-    places = [place for place in list_places(run)
+    places = [place for place in costly.list_places(run)
               if (place.role == "thread" or (place.role == "training" and place.kind in _BETWEEN_STEPS))
-              and not re.search(IMPORT, place.call)]  # fmt: skip
-    places = sorted([*places, *list_loops(run)], key=lambda place: -place.seconds)
+              and not re.search(costly.IMPORT, place.call)]  # fmt: skip
+    places = sorted([*places, *costly.list_loops(run)], key=lambda place: -place.seconds)
     return [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
 
 
 def _place_evidence(place: PlaceTotal) -> Evidence:
     where = ", in a Python loop inside of steps" if place.kind == LOOP_IN_STEP else ""
     where = ", in another thread, which holds the interpreter's lock meanwhile" if place.role == "thread" else where
-    text = f"{place.seconds:,.1f} s in {describe_place(place)}{where}"
+    text = f"{place.seconds:,.1f} s in {costly.describe_place(place)}{where}"
     return make_evidence(text, place.seconds, "stacks.jsonl: places")
 
 
 def _computes_in_places(run: RunRecords) -> bool:
     """Whether lines of the job's own code take enough of it: a framework's loop has Python of its own in each step."""
-    total = merge_places(place for place in list_places(run) if place.role == "training" and place.kind in _PYTHON)
+    total = merge_places(
+        place for place in costly.list_places(run) if place.role == "training" and place.kind in _PYTHON
+    )
     minimum = PYTHON_BOUND.warning_threshold or 0.0
     return total is not None and total.low_s >= minimum * run.observed_s(total)
 
@@ -197,8 +182,8 @@ def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     if finding is None or not run.is_external or not run.on_cpu:
         return finding
     others = (*_IN_STEPS, "input_wait", "decode")  # waits for input are findings of their own
-    outside = [place for place in list_places(run) if place.role == "training" and place.kind not in others]
-    places = [place for place in outside if not re.search(IMPORT, place.call)]
+    outside = [place for place in costly.list_places(run) if place.role == "training" and place.kind not in others]
+    places = [place for place in outside if not re.search(costly.IMPORT, place.call)]
     lines = [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
     return msgspec.structs.replace(finding, evidence=[*finding.evidence, *lines], fix=cause.other_fixes["cpu"])
 
@@ -213,7 +198,7 @@ def _find_host_device_syncs(run: RunRecords) -> Finding | None:
     evidence = [process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
     from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence) if phases else None
     found = from_phases or _idle_in_steps_finding(run)
-    is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
+    is_unknown = run.is_external and run.on_cpu and host.cpu_demand(run) is None
     if found is None and not is_unknown and not _computes_elsewhere(run):
         idle_fraction = _thread_idle_fraction(run)
         kinds = tuple(kind for kind in ("sync", "idle") if kind not in _waits_for_own_threads(run))
@@ -229,7 +214,7 @@ def _find_host_device_syncs(run: RunRecords) -> Finding | None:
 def _waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
     """Kinds of samples in which the training thread waits for other threads of its process, which compute, as JAX's
     does on a CPU: its waits for the device are the computing, and so are compiled functions where they explain both."""
-    process_cpu, ratio = run.host.process_cpu.value, cpu_demand_ratio(run)
+    process_cpu, ratio = run.host.process_cpu.value, host.cpu_demand_ratio(run)
     if not run.on_cpu or process_cpu is None or ratio is None:
         return ()
     waiting = run.stacks.fraction("sync", "idle")
@@ -246,7 +231,7 @@ def _waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
 def _computes_elsewhere(run: RunRecords) -> bool:
     """Whether the training thread leaves the work to other threads of the process, as TensorFlow's does on a CPU: it
     waits most of the time, and they use as much CPU time as would explain it. None of it is lost then."""
-    process_cpu, ratio = run.steady.process_cpu.value, cpu_demand_ratio(run)
+    process_cpu, ratio = run.steady.process_cpu.value, host.cpu_demand_ratio(run)
     if process_cpu is None and run.host.process_cpu.value is not None:
         process_cpu = run.host.process_cpu.value / run.num_ranks
     thread_cpu_s = sum(run.steady.thread_cpu_s.values())
@@ -263,23 +248,23 @@ def _computes_elsewhere(run: RunRecords) -> bool:
 
 def _thread_idle_fraction(run: RunRecords) -> float | None:
     """Fraction of the time after the start in which the training thread did not compute; None: not measured."""
-    utilization = thread_cpu_utilization(run, *run.steady.phases)
+    utilization = host.thread_cpu_utilization(run, *run.steady.phases)
     return None if utilization is None else 1 - min(1.0, utilization)
 
 
 def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
     """By the thread's own CPU time; else by a lower bound: all CPU time of the process is counted as time in steps."""
-    process_cpu, fraction = cpu_demand(run), fraction_of_phase(run, "compute")
+    process_cpu, fraction = host.cpu_demand(run), fraction_of_phase(run, "compute")
     if run.is_native_run or not run.on_cpu or run.num_ranks > 1 or process_cpu is None or not fraction:
         return None
     idle_fraction = fraction - process_cpu
     text = f"the process used {process_cpu:.2f} cores while {percent(fraction)} of the time was in steps"
     cpu_evidence = make_evidence(text, process_cpu, "devices.jsonl: process_cpu")
-    utilization = thread_cpu_utilization(run, "compute")
+    utilization = host.thread_cpu_utilization(run, "compute")
     if utilization is not None:
         thread_idle_fraction = fraction * (1 - utilization)
         # While cores are scarce, it is not known how much of the withheld CPU time was the thread's.
-        is_scarce = cpu_demand_ratio(run) != 1
+        is_scarce = host.cpu_demand_ratio(run) != 1
         is_shared = is_scarce or _computes_elsewhere(run)
         idle_fraction = min(idle_fraction, thread_idle_fraction) if is_shared else thread_idle_fraction
         text = f"the training thread computed {percent(utilization)} of its time in steps"
@@ -319,10 +304,10 @@ def _between_step_phases(run: RunRecords) -> tuple[str, ...]:
 def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
     """Whether the thread used little of a core between steps: measured, or deduced from the process' CPU time, if the
     thread used a core in the rest of the time."""
-    utilization = thread_cpu_utilization(run, *_between_step_phases(run))
+    utilization = host.thread_cpu_utilization(run, *_between_step_phases(run))
     if utilization is not None:
         return utilization < PYTHON_BOUND.threshold("busy")
-    process_cpu = cpu_demand(run)
+    process_cpu = host.cpu_demand(run)
     if process_cpu is None or fraction <= 0:
         return None
     return max(0.0, process_cpu - (1 - fraction)) / fraction < PYTHON_BOUND.threshold("busy")
@@ -349,7 +334,7 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
         fraction, function = run.steady_phase_fraction("compile"), run.facts.get("recompiled")
         text = f"{function} was compiled again most often"
         named = make_evidence(text, None, "events.jsonl: data.facts.recompiled") if function else None
-        grown = describe_growth(run)
+        grown = host.describe_growth(run)
         kept = make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown[0]}") if grown else None
         evidence = [phase_evidence(run, "compile"), named, stack_evidence(run, "compiling", "compile"), kept]
         return make_finding(run, cause, fraction, evidence, lost_s=run.num_ranks * max(compile_s, run.recompiled_s))
@@ -358,7 +343,7 @@ def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):
         return None
     place = find_places(run, kind="^compile$")
-    places = [] if place is None else [make_evidence(f"most of it in {describe_place(place)}", place.seconds)]
+    places = [] if place is None else [make_evidence(f"most of it in {costly.describe_place(place)}", place.seconds)]
     place_s = 0.0 if place is None else place.seconds
     return _finding_from_stacks(run, cause, "compiling", "compile", places=places, place_s=place_s)
 
@@ -534,7 +519,7 @@ def _straggler_by_stacks(run: RunRecords, cause: Cause) -> Finding | None:
 
 def _name_slow_rank(cause: Cause, rank: int, place: PlaceTotal) -> dict[str, Any]:
     """Options of `make_finding`."""
-    title = f"Rank {rank} is slower than the others, and all wait for it: {describe_place(place)}"
+    title = f"Rank {rank} is slower than the others, and all wait for it: {costly.describe_place(place)}"
     return {"title": title, "place": place.line, "fix": cause.other_fixes["place"]}
 
 
@@ -546,7 +531,7 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
     for place in places:
         samples[place.rank] += place.samples
     own = (place for place in places
-           if place.kind in _OWN_KINDS and place.line and not re.search(IMPORT, place.call))  # fmt: skip
+           if place.kind in _OWN_KINDS and place.line and not re.search(costly.IMPORT, place.call))  # fmt: skip
     by_line: dict[str, dict[int, PlaceTotal]] = {}
     for (line, rank), total in merge_by(own, lambda place: (place.line, place.rank)).items():
         by_line.setdefault(line, {})[rank] = total
@@ -572,11 +557,11 @@ def _own_excess(run: RunRecords) -> tuple[int, float, Evidence, PlaceTotal] | No
 
 def _neighbors_excess_s(run: RunRecords, place: PlaceTotal) -> float:
     """Seconds of a rank in a place and the statements around it that the others do not spend there; 0 without these."""
-    whole = find_neighbors(run, place)
+    whole = costly.find_neighbors(run, place)
     if whole is None:
         return 0.0
     ranks = (rank for rank in range(run.num_ranks) if rank != place.rank)
-    others = [find_neighbors(run, msgspec.structs.replace(place, rank=rank)) for rank in ranks]
+    others = [costly.find_neighbors(run, msgspec.structs.replace(place, rank=rank)) for rank in ranks]
     return whole.seconds - max((other.seconds for other in others if other is not None), default=0.0)
 
 
@@ -591,7 +576,7 @@ def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
             seconds[other.rank] = seconds.get(other.rank, 0.0) + other.seconds
         elif other.rank == rank:
             trains_s += other.seconds
-    if trains_s >= MIN_STEPS * seconds[rank]:
+    if trains_s >= costly.MIN_STEPS * seconds[rank]:
         return 0.0
     return seconds[rank] - max((own_s for other, own_s in seconds.items() if other != rank), default=0.0)
 
@@ -599,7 +584,7 @@ def _function_excess_s(run: RunRecords, rank: int, place: PlaceTotal) -> float:
 def _min_fraction(run: RunRecords) -> float | None:
     if not run.is_external or not run.on_cpu:
         return None
-    return STRAGGLER.threshold("warning_threshold_on_cpu") + contended_fraction(run) / 4
+    return STRAGGLER.threshold("warning_threshold_on_cpu") + host.contended_fraction(run) / 4
 
 
 def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
@@ -623,9 +608,9 @@ def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
         finding = msgspec.structs.replace(finding, severity="info", evidence=evidence)
     if finding is None or own is None:
         return finding
-    text = f"{own.samples} of the samples in collectives are in {describe_place(own)}"
+    text = f"{own.samples} of the samples in collectives are in {costly.describe_place(own)}"
     evidence = [*finding.evidence, make_evidence(text, own.samples, "ranks/*/stacks.jsonl: places")]
-    title = f"The ranks wait for each other in {describe_place(own)}"
+    title = f"The ranks wait for each other in {costly.describe_place(own)}"
     if finding.lost_device_s is not None and own.seconds > finding.lost_device_s:
         ratio = own.seconds / max(finding.lost_device_s, 1e-9)  # the clock sees only a part of the job's own calls
         cost = None if finding.lost_cost is None else ratio * finding.lost_cost
