@@ -87,8 +87,22 @@ _TRAINING_EXCEPTION = "Exception during training:"
 """detectron2 prints this, the exception, and then the last lines of a training that ended well."""
 _ERROR_LINE = re.compile(r"^\s*(\w{1,100}\.){0,20}\w{0,100}(Error|Exception)(:|$)")
 """The last line of a traceback."""
+_KILLED = re.compile(r"Killed process (\d{1,9})\b")
+"""A line of the kernel's out-of-memory killer (mm/oom_kill.c: "Killed process %d (%s)")."""
 _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
 """What the driver reports of a program that ended or failed by itself."""
+_EXPLODED_TITLE = "The loss exploded, and did not fall again"
+_RECURRING_TITLE = "The loss is NaN or infinite again and again"
+_RECURRING_FIX = (
+    "Print the names of the images in such a step: some have boxes without width or height, labels out of range or no "
+    "boxes, of which a logarithm, a quotient or a root is not finite; drop them, or clamp what is divided"
+)
+_SUSPICIOUS = re.compile(
+    r"(?i)\b(error(?!\W{0,5}\d)|fatal|fail(ed|ure)|cannot|could ?n[o']t|unable to|denied|refused|exceeded|aborted"
+    r"|killed|corrupt\w*|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
+)
+_NUM_SEARCHED_LINES = 40
+"""Last lines in which `explain_unknown` looks (heuristic)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +115,6 @@ class _Match:
     @property
     def ending(self) -> Ending:
         return self.pattern.ending
-
-
-_EXPLODED_TITLE = "The loss exploded, and did not fall again"
-_RECURRING_TITLE = "The loss is NaN or infinite again and again"
-_RECURRING_FIX = (
-    "Print the names of the images in such a step: some have boxes without width or height, labels out of range or no "
-    "boxes, of which a logarithm, a quotient or a root is not finite; drop them, or clamp what is divided"
-)
 
 
 def explain(termination: Termination) -> list[Finding]:
@@ -167,14 +173,6 @@ def explain(termination: Termination) -> list[Finding]:
     if termination.exit_code != 0 and not is_unknown:
         findings += _other_findings(termination, matches, {finding.id for finding in findings})
     return findings
-
-
-_SUSPICIOUS = re.compile(
-    r"(?i)\b(error(?!\W{0,5}\d)|fatal|fail(ed|ure)|cannot|could ?n[o']t|unable to|denied|refused|exceeded|aborted"
-    r"|killed|corrupt\w*|check failed|no such|not (compatible|available|found)|blocked by|mismatch\w*)\b"
-)
-_NUM_SEARCHED_LINES = 40
-"""Last lines in which `explain_unknown` looks (heuristic)."""
 
 
 def explain_unknown(output: tuple[LogLine, ...]) -> list[Finding]:
@@ -290,7 +288,7 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
     oom_lines = [
         line
         for line in termination.kernel_log
-        if (pid := _killed_pid(line.text)) is not None and pid in termination.pids
+        if (killed := _KILLED.search(line.text)) is not None and int(killed[1]) in termination.pids
     ]
     if oom_lines:
         return _make_finding("oom_killed", _quote_lines(oom_lines) + end_evidence)
@@ -306,8 +304,8 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
     silent_s = termination.hang.duration_s if termination.hang is not None else None
     was_silent = signal_number == _SIGKILL if silent_s is None else silent_s >= MIN_SILENT_S
     if termination.empty_inputs and was_stopped and was_silent:
-        evidence = [*_empty_input_evidence(termination), *_hang_evidence(termination), *end_evidence]
-        return _make_finding("empty_shard", evidence)
+        empty = [make_evidence("0 bytes", 0.0, path) for path in termination.empty_inputs[:_MAX_QUOTED_LINES]]
+        return _make_finding("empty_shard", [*empty, *_hang_evidence(termination), *end_evidence])
     if was_stopped and _was_hanging(termination):
         return _make_finding("hang", [*_hang_evidence(termination), *end_evidence])
     if signal_number == _SIGKILL:
@@ -318,12 +316,9 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
         return _make_finding("preempted", end_evidence)
     if signal_number == _SIGINT:
         return _make_finding("interrupted", end_evidence)
-    shm_was_full = (
-        signal_number == signal.SIGBUS
-        and termination.shm_fraction is not None
-        and termination.shm_fraction >= NEARLY_FULL_FRACTION
-    )
-    return _make_finding("shared_memory_full", end_evidence) if shm_was_full else None
+    shm_was_full = (termination.shm_fraction or 0.0) >= NEARLY_FULL_FRACTION
+    found = signal_number == signal.SIGBUS and shm_was_full
+    return _make_finding("shared_memory_full", end_evidence) if found else None
 
 
 def _memory_full_evidence(termination: Termination) -> list[Evidence]:
@@ -597,12 +592,6 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
     return sorted(retained, key=lambda match: match.line_index)
 
 
-def _killed_pid(text: str) -> int | None:
-    """The process in a line of the kernel's out-of-memory killer (mm/oom_kill.c: "Killed process %d (%s)")."""
-    match = re.search(r"Killed process (\d{1,9})\b", text)
-    return int(match[1]) if match else None
-
-
 def _xid_pid(text: str) -> int | None:
     """The process that an Xid line names, 0 if it names none; None: not an Xid line."""
     if not re.search(r"NVRM: Xid \(", text):
@@ -635,25 +624,16 @@ def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[E
     """What is not known, and lines that may be harmless."""
     hints = [match.line for match in matches if match.pattern.harmless and match.ending.role != "remark"]
     evidence = [_quote(line, "may be harmless: ") for line in hints[-_MAX_QUOTED_LINES:]]
-    unknown_names = [
-        name
-        for name, missing in (
-            ("its exit code or signal", termination.exit_code is None),
-            ("its output", not termination.output),
-            (
-                "whether the kernel killed it for memory",
-                termination.oom_kills is None and termination.signal in (None, _SIGKILL),
-            ),
-        )
-        if missing
-    ]
+    maybe_killed = termination.oom_kills is None and termination.signal in (None, _SIGKILL)
+    missing = {
+        "its exit code or signal": termination.exit_code is None,
+        "its output": not termination.output,
+        "whether the kernel killed it for memory": maybe_killed,
+    }
+    unknown_names = [name for name, is_missing in missing.items() if is_missing]
     if unknown_names and (termination.signal is not None or termination.exit_code is None):
         evidence.append(make_evidence("not known: " + ", ".join(unknown_names)))
     return evidence
-
-
-def _empty_input_evidence(termination: Termination) -> list[Evidence]:
-    return [make_evidence("0 bytes", 0.0, path) for path in termination.empty_inputs[:_MAX_QUOTED_LINES]]
 
 
 def _quote(line: LogLine, prefix: str = "") -> Evidence:

@@ -295,11 +295,8 @@ class _StepsReader:
         run_records.step_counts.add(window.t, window.step)
         self._images_seen += window.ranks * window.num_images
         self._total_fetch_s += window.ranks * window.input_wait_stages.get("fetch", 0.0)
-        if (
-            isinstance(dataset_size, int)
-            and run_records.first_epoch_fetch_s is None
-            and self._images_seen >= dataset_size > 0
-        ):
+        is_first_epoch = run_records.first_epoch_fetch_s is None
+        if is_first_epoch and isinstance(dataset_size, int) and self._images_seen >= dataset_size > 0:
             run_records.first_epoch_fetch_s = self._total_fetch_s
         steady_span = self.steady_spans.get(window.attempt)
         # a loss without a step number is progress, too
@@ -334,12 +331,8 @@ class _StepsReader:
     def finish(self) -> None:
         run_records = self._run_records
         _add_trailing_windows(run_records, self._pending_windows)
-        end = run_records.events.end
-        if (
-            (end is None or end.kind != "finished")
-            and self._last_t is not None
-            and self._attempt == run_records.totals.attempts
-        ):
+        end, is_newest = run_records.events.end, self._attempt == run_records.totals.attempts
+        if (end is None or end.kind != "finished") and self._last_t is not None and is_newest:
             run_records.progress_gap = ProgressGap(
                 gap_s=0.0, max_earlier_gap_s=self._max_gap_s, last_step_t=self._last_t, waited_s=self._waited_s
             )
@@ -397,11 +390,11 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
         if learning.first_step is None:
             learning.first_step = window.step - window.window_steps
     if window.window_steps:
-        has_loss = loss is not None and math.isfinite(loss)
-        learning.windows_without_loss = 0 if has_loss else learning.windows_without_loss + 1
-        learning.device_s_without_loss = (
-            0.0 if has_loss else learning.device_s_without_loss + window.wall_s * window.devices
-        )
+        if loss is not None and math.isfinite(loss):
+            learning.windows_without_loss, learning.device_s_without_loss = 0, 0.0
+        else:
+            learning.windows_without_loss += 1
+            learning.device_s_without_loss += window.wall_s * window.devices
 
 
 def _read_devices(
@@ -457,13 +450,11 @@ def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
 
 
 def _add_host(host: HostStats, sample: DeviceSample) -> None:
-    if sample.cpu_core_utilization:
-        cpu_utilization = sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
+    if cores := sample.cpu_core_utilization:
+        cpu_utilization = sum(cores) / len(cores)
         host.cpu_utilization.add(cpu_utilization)
         if sample.process_cpu is not None:
-            host.other_processes_cpu.add(
-                max(0.0, cpu_utilization - sample.process_cpu / len(sample.cpu_core_utilization))
-            )
+            host.other_processes_cpu.add(max(0.0, cpu_utilization - sample.process_cpu / len(cores)))
     add_amounts(host.busiest_processes, sample.busiest_processes)
     for name in _HOST_MEANS:
         getattr(host, name).add(getattr(sample, name))
@@ -550,18 +541,14 @@ def _read_stacks(
             if window.role == "training":
                 training_processes.add(process)
             is_process = window.role == "training" or (window.role == "worker" and process not in training_processes)
+            middle_t = window.t - window.wall_s / 2
             if rank == 0 and not is_own and is_process:
                 end.stacks(number, window)
-            if (
-                is_process
-                and window.attempt == run_records.totals.attempts
-                and window.t - window.wall_s / 2 > last_step_t
-            ):
+            if is_process and window.attempt == run_records.totals.attempts and middle_t > last_step_t:
                 run_records.newest_stacks[rank, window.pid] = window
                 if not run_records.totals.steps and run_records.is_external:
                     _add_stall(run_records.start_stalls, (rank, window.pid), window)
             steady_span = steady_spans.get(window.attempt)
-            middle_t = window.t - window.wall_s / 2
             places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)
             if window.role != "training" or is_own:
                 continue  # the ledger has the phases of a training of stoker's own

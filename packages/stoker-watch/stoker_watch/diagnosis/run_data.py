@@ -22,6 +22,12 @@ from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
+MAX_POINTS = 256
+"""Of a time series, at most: when there are more, neighboring points are averaged, so a run of weeks has as many."""
+END_KINDS = ("finished", "failed", "preempted")
+"""Events that say how an attempt ended."""
+MAX_START_SAMPLES = 3600
+"""Samples of devices.jsonl before the first step that are kept: an hour."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,10 +50,6 @@ class Mean:
     @property
     def value(self) -> float | None:
         return self.total / self.count if self.count else None
-
-
-MAX_POINTS = 256
-"""Of a time series, at most: when there are more, neighboring points are averaged, so a run of weeks has as many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +147,6 @@ def _centroid(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 # A job that has ended
-
-END_KINDS = ("finished", "failed", "preempted")
-"""Events that say how an attempt ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,10 +476,6 @@ class PlaceTotal(SampledPlace, frozen=True, kw_only=True):
     def thread(self) -> tuple[str, int]:
         """Role and rank; the workers of all ranks do the same, and count as those of rank 0."""
         return self.role, self.rank if self.role == "training" else 0
-
-
-MAX_START_SAMPLES = 3600
-"""Samples of devices.jsonl before the first step that are kept: an hour."""
 
 
 @dataclasses.dataclass(kw_only=True)

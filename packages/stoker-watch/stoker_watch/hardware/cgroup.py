@@ -19,6 +19,7 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 NUM_SAMPLES, INTERVAL_S = 10, 0.001
 _NO_LIMIT = 2**60
 """Version 1 has a number near 2^63 where there is no limit."""
+_set_here = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,9 +205,6 @@ def _read_throttled_s(folder: Path) -> float | None:
     if "throttled_usec" in stat:
         return stat["throttled_usec"] / 1e6
     return stat["throttled_time"] / 1e9 if "throttled_time" in stat else None
-
-
-_set_here = False
 
 
 def set_spin_count() -> None:

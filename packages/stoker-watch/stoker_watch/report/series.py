@@ -23,6 +23,8 @@ MAX_BARS = 1000
 """Bars of the phases over time."""
 MAX_SAMPLE_GAP_S = 10.0
 """A curve of telemetry has a gap where samples are further apart."""
+Stats = tuple[int, float, float, float, float]
+"""Of the values in a bin: count, sum, sum of x, minimum, maximum."""
 
 
 class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,10 +55,6 @@ class Series(msgspec.Struct, kw_only=True):
     mean: list[float | None]
     low: list[float | None]
     high: list[float | None]
-
-
-Stats = tuple[int, float, float, float, float]
-"""Of the values in a bin: count, sum, sum of x, minimum, maximum."""
 
 
 class Bins:

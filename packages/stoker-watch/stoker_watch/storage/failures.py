@@ -44,6 +44,12 @@ CONNECT_TIMEOUT_DIVISOR = 6
 """If a store has never responded, failures to connect are reported after 1/6 of the time, as for a wrong endpoint."""
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted"}
+_ERRORS: dict[FailureKind, type[StorageError]] = {
+    "missing": ObjectMissing,
+    "conflict": Conflict,
+    "unsupported": Unsupported,
+}
+_RANDOM = random.Random()
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,13 +201,6 @@ def to_storage_error(
     return _ERRORS.get(kind, StorageError)(what, location=uri, cause=cause, fix=fix or None)
 
 
-_ERRORS: dict[FailureKind, type[StorageError]] = {
-    "missing": ObjectMissing,
-    "conflict": Conflict,
-    "unsupported": Unsupported,
-}
-
-
 @dataclass(frozen=True)
 class Timeouts:
     """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S), of which an attempt
@@ -282,6 +281,3 @@ class RetryState:
         names = [failure.name for failure in self.failures]
         kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
         return f"tried {len(names)} times in {elapsed_s:.0f} s: {kinds}"
-
-
-_RANDOM = random.Random()

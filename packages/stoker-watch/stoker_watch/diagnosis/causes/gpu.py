@@ -21,6 +21,7 @@ GPU_CLOCKS_LOW = find_cause("gpu_clocks_low")
 GPU_ERRORS = find_cause("gpu_errors")
 PCIE_DEGRADED = find_cause("pcie_degraded")
 _MAX_XID_LINES = 5
+_Judged = tuple[Severity | None, float, Evidence | None]
 
 
 def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
@@ -47,9 +48,6 @@ def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
     options: dict[str, Any] = {"lost_s": lost_s, "estimate_basis": basis, "fix": fix, "command": command}
     shown = [evidence, clock_evidence]
     return make_finding(run, cause, value, shown, severity=severity, confidence=confidence, **options)
-
-
-_Judged = tuple[Severity | None, float, Evidence | None]
 
 
 def _hot(gpu: GpuStats, index: int) -> _Judged:
@@ -108,9 +106,8 @@ def idle_gpus(run: RunRecords, cause: Cause) -> Finding | None:
     idle = sorted(index for index, value in utilization.items() if value < cause.threshold("max_idle_utilization"))
     text = f"GPU {', '.join(map(str, idle))} did nothing, of {len(utilization)} GPUs"
     lost_s = len(idle) * run.totals.wall_s if run.totals.devices >= len(utilization) else None
-    return make_finding(
-        run, cause, len(idle), [make_evidence(text, len(idle), "devices.jsonl: gpus.utilization")], lost_s=lost_s
-    )
+    evidence = [make_evidence(text, len(idle), "devices.jsonl: gpus.utilization")]
+    return make_finding(run, cause, len(idle), evidence, lost_s=lost_s)
 
 
 def gpu_not_used(run: RunRecords, cause: Cause) -> Finding | None:
@@ -185,9 +182,8 @@ def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
         )
         if corrected or uncorrected:
             text = f"GPU {index}: {corrected:,} memory errors were corrected, {uncorrected:,} were not, during the run"
-            evidence.append(
-                make_evidence(text, corrected + uncorrected, "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected")
-            )
+            source = "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"
+            evidence.append(make_evidence(text, corrected + uncorrected, source))
             most = max(most, corrected + uncorrected * cause.threshold("uncorrected"))
     levels: tuple[Severity, ...] = ("critical", "warning", "info")
     severity = next((level for level in levels if most >= cause.threshold(f"corrected_{level}")), None)
@@ -210,9 +206,8 @@ def pcie_degraded(run: RunRecords, cause: Cause) -> Finding | None:
 
 def tensor_cores_unused(run: RunRecords, cause: Cause) -> Finding | None:
     precision = run.settings.get("precision")
-    precision_evidence = (
-        None if precision is None else make_evidence(f"precision {precision}", source="config.toml: run.precision")
-    )
+    told = make_evidence(f"precision {precision}", source="config.toml: run.precision")
+    precision_evidence = None if precision is None else told
     active = [
         gpu.tensor_active.value
         for gpu in run.gpus.values()

@@ -53,18 +53,12 @@ def cpu_contention(run: RunRecords, cause: Cause) -> Finding | None:
     if taken is None or utilization is None or others is None or process_cpu.value is None:
         return None
     fraction, demanded = taken
+    busy = f"the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes"
+    got = f"its threads demanded {demanded:.2f} cores and got {process_cpu.value:.2f}"
     evidence = [
-        make_evidence(
-            f"the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes",
-            others,
-            "devices.jsonl: cpu_core_utilization, process_cpu",
-        ),
+        make_evidence(busy, others, "devices.jsonl: cpu_core_utilization, process_cpu"),
         busiest_processes_evidence(run.host),
-        make_evidence(
-            f"its threads demanded {demanded:.2f} cores and got {process_cpu.value:.2f}",
-            fraction,
-            "devices.jsonl: threads_running, process_cpu",
-        ),
+        make_evidence(got, fraction, "devices.jsonl: threads_running, process_cpu"),
         _pressure_evidence(run),
     ]
     lost_s = _lost_device_s(run, fraction)
@@ -232,9 +226,8 @@ def host_memory_near_limit(run: RunRecords, cause: Cause) -> Finding | None:
         waiting = host.psi_memory.value
         evidence.append(sample_evidence("some task waited for memory {} of the time", waiting, "psi_memory"))
         if grown := _swap_growth(run):
-            evidence.append(
-                make_evidence(f"swap grew by {grown / GIB:.2f} GiB", grown, "devices.jsonl: swap_used_bytes")
-            )
+            text = f"swap grew by {grown / GIB:.2f} GiB"
+            evidence.append(make_evidence(text, grown, "devices.jsonl: swap_used_bytes"))
     severity = worst([kill_severity, used_severity, pressure_severity])
     if severity is None:
         return None
@@ -305,9 +298,8 @@ def name_holder(run: RunRecords, finding: Finding | None) -> Finding | None:
         return finding
     first, evidence = holders[0], list(finding.evidence)
     for holder in holders:
-        size = (
-            "; the tensors keep the graph of their step" if holder.graph else f", about {holder.bytes / 2**20:,.0f} MiB"
-        )
+        size = f", about {holder.bytes / 2**20:,.0f} MiB"
+        size = "; the tensors keep the graph of their step" if holder.graph else size
         text = f"{holder.text}{size}; the process had {holder.grown / 2**20:,.0f} MiB more meanwhile"
         evidence.append(make_evidence(text, holder.bytes, "events.jsonl: data.facts.growth"))
     fix = HOST_MEMORY_LEAK.other_fixes["graph" if first.graph else "container"].replace("NAME", first.name)
@@ -384,9 +376,8 @@ def _fragmented(run: RunRecords, cause: Cause) -> Finding | None:
     )
     evidence = [make_evidence(text, fraction, "devices.jsonl: gpus.memory_used_bytes; steps.jsonl: memory_peak_bytes")]
     command = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return make_finding(
-        run, cause, fraction, evidence, severity="warning", command=command, config_patch={}, confidence=0.7
-    )
+    options: dict[str, Any] = {"severity": "warning", "command": command, "config_patch": {}, "confidence": 0.7}
+    return make_finding(run, cause, fraction, evidence, **options)
 
 
 def gpu_memory_leak(run: RunRecords, cause: Cause) -> Finding | None:
@@ -424,10 +415,8 @@ def fd_limit_near(run: RunRecords, cause: Cause) -> Finding | None:
     if not open_fds.points or not max_fds:
         return None
     peak_fds = max(open_fds.values)
-    fraction = peak_fds / max_fds
-    evidence = [
-        make_evidence(f"{peak_fds:,.0f} of {max_fds:,} file descriptors were open", fraction, "devices.jsonl: open_fds")
-    ]
+    fraction, text = peak_fds / max_fds, f"{peak_fds:,.0f} of {max_fds:,} file descriptors were open"
+    evidence = [make_evidence(text, fraction, "devices.jsonl: open_fds")]
     fit = fit_steady_growth(open_fds)
     if fit is None or open_fds.growth < cause.threshold("min_growth"):
         return make_finding(run, cause, fraction, evidence)

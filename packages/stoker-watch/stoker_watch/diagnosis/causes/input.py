@@ -339,19 +339,11 @@ def too_few_cores(run: RunRecords, cause: Cause) -> Finding | None:
     utilization = run.cpu_utilization
     if not run.gpus or utilization is None or utilization < BUSY_CORES or not is_mostly(run, "decode"):
         return None
-    cores_evidence = None
+    evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
     if run.host.cores is not None:
-        cores_per_gpu = run.host.cores / len(run.gpus)
-        cores_evidence = make_evidence(
-            f"{cores_per_gpu:g} cores for each GPU", cores_per_gpu, "devices.jsonl: cpu_limit_cores"
-        )
-    evidence = [
-        stage_evidence(run, stage, stage_fraction),
-        cpu_utilization_evidence(run),
-        cores_evidence,
-        _size_evidence(run),
-    ]
-    return make_input_wait_finding(run, cause, evidence)
+        per_gpu = run.host.cores / len(run.gpus)
+        evidence.append(make_evidence(f"{per_gpu:g} cores for each GPU", per_gpu, "devices.jsonl: cpu_limit_cores"))
+    return make_input_wait_finding(run, cause, [*evidence, _size_evidence(run)])
 
 
 def _size_evidence(run: RunRecords) -> Evidence | None:

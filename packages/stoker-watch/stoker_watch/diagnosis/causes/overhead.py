@@ -120,7 +120,7 @@ def _repeated_phase_finding(
         return None
     if is_short(run) and not count:
         is_info, minimum = False, cause.threshold("short_run")
-        if cause is EVALUATION_HEAVY and _evaluates_often(run):
+        if cause is EVALUATION_HEAVY and run.eval_windows >= cause.threshold("min_seen"):  # not only after an epoch
             is_info, minimum = fraction < cause.threshold("often"), cause.warning_threshold or 0.0
         elif cause is EVALUATION_HEAVY:
             is_info = is_very_short(run) and fraction < cause.threshold("half")
@@ -140,11 +140,6 @@ def _waits_for_rank_0_s(run: RunRecords, phase: str) -> float:
     if run.num_ranks < 2 or alone_s < ONE_RANK * run.phase_seconds(phase):
         return 0.0
     return min(run.totals.straggler_s.get(0, 0.0), (run.num_ranks - 1) * alone_s)
-
-
-def _evaluates_often(run: RunRecords) -> bool:
-    """Whether evaluations were seen in so many lines of steps.jsonl that they are more than the end of an epoch."""
-    return run.eval_windows >= EVALUATION_HEAVY.threshold("min_seen")
 
 
 def heavy_place(run: RunRecords, cause: Cause) -> Finding | None:
@@ -260,9 +255,8 @@ def workers_start_again(run: RunRecords, cause: Cause) -> Finding | None:
             f"worker processes were started {steady.worker_starts} times after the first step; starting and ending "
             f"them, and their first batches, took {steady.worker_start_s:,.1f} s"
         )
-        clocked: list[Evidence | None] = [
-            make_evidence(text, steady.worker_start_s, "steps.jsonl: worker_starts, worker_start_s")
-        ]
+        source = "steps.jsonl: worker_starts, worker_start_s"
+        clocked: list[Evidence | None] = [make_evidence(text, steady.worker_start_s, source)]
         if (place := find_places(run, call=costly.STARTS_WORKERS)) is not None:
             clocked.append(make_evidence(f"most often by {place.line}", place.seconds, "stacks.jsonl: places"))
         min_measured = cause.threshold("short_run") if is_short(run) else None
@@ -333,9 +327,8 @@ def costly_restarts(run: RunRecords, cause: Cause) -> Finding | None:
     mean_s = run.totals.wall_s / max(1, count)
     if count >= cause.threshold("attempts_warning") and mean_s <= cause.threshold("mean_s"):
         count_severity = "critical" if count >= cause.threshold("attempts_critical") else "warning"
-        evidence.append(
-            make_evidence(f"an attempt lasts {mean_s / 60:.1f} min on average", mean_s, "steps.jsonl: wall_s")
-        )
+        text = f"an attempt lasts {mean_s / 60:.1f} min on average"
+        evidence.append(make_evidence(text, mean_s, "steps.jsonl: wall_s"))
     severity = worst([lost_severity, count_severity])
     if severity is None:
         return None

@@ -200,10 +200,10 @@ def _find_host_device_syncs(run: RunRecords) -> Finding | None:
     found = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and host.cpu_demand(run) is None
     if found is None and not is_unknown and not _computes_elsewhere(run):
-        idle_fraction = _thread_idle_fraction(run)
+        utilization = host.thread_cpu_utilization(run, *run.steady.phases)
         kinds = tuple(kind for kind in ("sync", "idle") if kind not in _waits_for_own_threads(run))
         if kinds:
-            max_fraction = 1.0 if idle_fraction is None else idle_fraction
+            max_fraction = 1.0 if utilization is None else 1 - min(1.0, utilization)
             found = _finding_from_stacks(run, cause, "a wait", *kinds, max_fraction=max_fraction)
     heavy = next((place for place in _heavy_training_places(run) if place.kind != "input_wait"), None)
     if heavy is not None and found is not None and 2 * heavy.seconds >= (found.lost_device_s or 0.0):
@@ -244,12 +244,6 @@ def _computes_elsewhere(run: RunRecords) -> bool:
         idle_fraction > HOST_DEVICE_SYNCS.threshold("handed_over")
         and others_cpu >= HOST_DEVICE_SYNCS.threshold("explained") * idle_fraction
     )
-
-
-def _thread_idle_fraction(run: RunRecords) -> float | None:
-    """Fraction of the time after the start in which the training thread did not compute; None: not measured."""
-    utilization = host.thread_cpu_utilization(run, *run.steady.phases)
-    return None if utilization is None else 1 - min(1.0, utilization)
 
 
 def _idle_in_steps_finding(run: RunRecords) -> Finding | None:

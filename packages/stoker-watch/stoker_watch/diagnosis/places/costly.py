@@ -74,6 +74,8 @@ MIN_NAMED = 0.2
 """Fraction of the time in such a function from which it costs much; an evaluation after each epoch takes less."""
 MIN_LOOP = 0.1
 """Fraction of the time of a training thread from which a Python loop inside of its steps is a place."""
+ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}
+IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP, WITHOUT_GRADIENTS})
 
 
 def list_places(run: RunRecords) -> list[PlaceTotal]:
@@ -490,9 +492,6 @@ def _merge_lines(group: list[PlaceTotal], call: str) -> PlaceTotal:
     return total if largest >= MAIN_FRACTION * total.seconds else msgspec.structs.replace(total, call=call)
 
 
-ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}
-
-
 def _is_decoder(text: str) -> bool:
     """Whether a call and its frames decode or transform images as a whole, not pixel by pixel."""
     return _DECODES.search(text) is not None and _PER_PIXEL.search(text) is None
@@ -506,9 +505,6 @@ def describe_place(place: PlaceTotal) -> str:
         return f"{place.function} at {place.line}"
     method = f" ({place.function})" if "." in place.function else ""  # of an installed package
     return f"{place.call}, called at {place.line}{method}"
-
-
-IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP, WITHOUT_GRADIENTS})
 
 
 def frequency(run: RunRecords, place: PlaceTotal) -> str:

@@ -23,6 +23,12 @@ MIN_SHARE = 0.005
 _Z = 1.96
 """Standard errors of a 95 % interval."""
 K = TypeVar("K")
+NEVER_A_STEP = re.compile(
+    r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
+    rf"|cv2|numpy|scipy|{'|'.join(read_toml('frames.toml')['host_packages'])})\."
+)
+"""Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
+compute on the host alone. numpy, scipy and OpenCV are in no list of frames: a matcher inside of a step calls them."""
 
 
 class _SampledThread(NamedTuple):
@@ -82,9 +88,8 @@ class PlaceCounter:
         seen: set[_Key] = set()
         for place in window.places:
             # copy.deepcopy of a model ends in torch's frames, so its samples are recorded as compute.
-            kind = (
-                "python" if place.kind in ("compute", LOOP_IN_STEP) and NEVER_A_STEP.match(place.call) else place.kind
-            )
+            is_python = place.kind in ("compute", LOOP_IN_STEP) and NEVER_A_STEP.match(place.call)
+            kind = "python" if is_python else place.kind
             key = _Key(group, kind, place.line, place.function, place.call, place.part)
             if key not in process.places and len(process.places) >= MAX_PLACES:
                 continue
@@ -154,17 +159,11 @@ def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
     for total in ordered:
         leaves.update(total.leaves)
     error_s = math.hypot(*(total.high_s - total.low_s for total in ordered)) / 2
-    seconds = sum(total.seconds for total in ordered)
+    seconds, samples = sum(total.seconds for total in ordered), sum(total.samples for total in ordered)
+    interval = {"low_s": max(0.0, seconds - error_s), "high_s": seconds + error_s}
+    seen = {name: max(getattr(one, name) for one in ordered) for name in ("windows", "window_fraction", "bursts")}
     return msgspec.structs.replace(
-        ordered[0],
-        leaves=dict(leaves),
-        samples=sum(total.samples for total in ordered),
-        seconds=seconds,
-        low_s=max(0.0, seconds - error_s),
-        high_s=seconds + error_s,
-        windows=max(total.windows for total in ordered),
-        window_fraction=max(total.window_fraction for total in ordered),
-        bursts=max(total.bursts for total in ordered),
+        ordered[0], leaves=dict(leaves), samples=samples, seconds=seconds, **interval, **seen
     )
 
 
@@ -213,11 +212,3 @@ def wilson(fraction: float, count: int) -> tuple[float, float]:
     error = _Z * math.sqrt(fraction * (1 - fraction) / count + _Z**2 / (4 * count**2))
     scale = 1 + _Z**2 / count
     return max(0.0, (center - error) / scale), min(1.0, (center + error) / scale)
-
-
-NEVER_A_STEP = re.compile(
-    r"(<class ')?(copy|pickle|json|shutil|hashlib|subprocess|zipfile|tarfile|csv|urllib|requests|yaml|xml|sqlite3"
-    rf"|cv2|numpy|scipy|{'|'.join(read_toml('frames.toml')['host_packages'])})\."
-)
-"""Calls that no forward pass, backward pass or optimizer step needs: of the standard library, and of packages that
-compute on the host alone. numpy, scipy and OpenCV are in no list of frames: a matcher inside of a step calls them."""

@@ -29,6 +29,13 @@ MAX_RESTARTS = 30
 """Restarts that are marked, the newest."""
 FRACTIONS: dict[str, Any] = {"range": [0, 1.02], "tickformat": ".0%"}
 FROM_ZERO: dict[str, Any] = {"rangemode": "tozero"}
+MAX_DEVICES = 8
+"""GPUs that are drawn; the JSON has all."""
+_RECALLS = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
+_PRECISION_RECALL: dict[str, Any] = {
+    "x": "recall", "y": "precision", "xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]},
+}  # fmt: skip
+_TIMELINE_KINDS = WARNING_KINDS | {"checkpoint_saved", "resumed", "preempted", "failed", "finished"}
 
 
 class Charts:
@@ -187,10 +194,6 @@ def time_unit(report: RunReport) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-MAX_DEVICES = 8
-"""GPUs that are drawn; the JSON has all."""
-
-
 def gpus(report: RunReport) -> list[str]:
     """Prefixes of the curves of GPUs: `gpu 0` and so on."""
     names = {name.partition("/")[0] for name in report.machine if name.startswith("gpu ")}
@@ -208,12 +211,6 @@ def machine(charts: Charts, report: RunReport) -> list[Markup]:
     x, x_scale = f"{unit} since the start", 1 / seconds
     figures = [_chart(charts, chart, report.machine, x, x_scale=x_scale) for chart in (*shown, *CURVES.charts["host"])]
     return [figure for figure in figures if figure is not None]
-
-
-_RECALLS = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
-_PRECISION_RECALL: dict[str, Any] = {
-    "x": "recall", "y": "precision", "xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]},
-}  # fmt: skip
 
 
 def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
@@ -254,9 +251,6 @@ def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
         xaxis={"range": [0, 1]},
         yaxis={"type": "log"},
     )
-
-
-_TIMELINE_KINDS = WARNING_KINDS | {"checkpoint_saved", "resumed", "preempted", "failed", "finished"}
 
 
 def timeline(charts: Charts, report: RunReport) -> Markup | None:
