@@ -534,9 +534,8 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
     for ending_id, lines in _faults_by_ending(matches).items():
         if ending_id not in reported_ids:
             note = make_evidence("in the output; not what ended it, as far as its end shows")
-            findings.append(
-                _make_finding(ending_id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
-            )
+            evidence = [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note]
+            findings.append(_make_finding(ending_id, evidence, severity="info"))
     fault_lines = [line for line in termination.kernel_log if _xid_pid(line.text) is not None]
     if fault_lines and "gpu_fault" not in reported_ids:
         names_this_job = any(_xid_pid(line.text) in termination.pids for line in fault_lines)

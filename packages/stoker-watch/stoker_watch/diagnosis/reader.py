@@ -313,6 +313,7 @@ class _StepsReader:
             )
             training = run_records.training
             training.start_t, training.end_t = min(training.start_t, start_t), max(training.end_t, window.t)
+        is_long = window.wall_s > common_threshold("first_window_s")
         if steady_span is not None and has_progress:
             for pending in (*pending_windows, window):
                 _add_steady(run_records, pending)
@@ -321,11 +322,7 @@ class _StepsReader:
             pending_windows.append(window)
             if len(pending_windows) > _MAX_PENDING_WINDOWS:
                 _add_trailing_windows(run_records, pending_windows)
-        elif (
-            window.window_steps > 0
-            and window.wall_s > common_threshold("first_window_s")
-            and not run_records.is_external
-        ):
+        elif window.window_steps > 0 and is_long and not run_records.is_external:
             _add_steady(run_records, window, excluded=_STARTUP_PHASES)
 
     def finish(self) -> None:

@@ -120,15 +120,9 @@ def read_steps() -> list[Line]:
 
 def measured_steps(is_device: Callable[[str], bool], *, threads: int = 0) -> list[MeasuredStep]:
     """Those of the devices whose name fits, eager ones only, the newest first."""
-    return [
-        line
-        for line in reversed(read_steps())
-        if isinstance(line, MeasuredStep)
-        and is_device(line.device)
-        and line.threads == threads
-        and not line.compiled
-        and 0 < line.step_s < math.inf
-    ]
+    lines = [line for line in reversed(read_steps()) if isinstance(line, MeasuredStep) and is_device(line.device)]
+    eager = (line for line in lines if line.threads == threads and not line.compiled)
+    return [line for line in eager if 0 < line.step_s < math.inf]
 
 
 def find_prediction(

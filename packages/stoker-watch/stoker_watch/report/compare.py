@@ -271,17 +271,10 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None, *, widt
 def _times(comparison: Comparison) -> Iterator[RenderableType]:
     if not comparison.phases:
         return
-    rows: list[tuple[str, ...]] = [
-        (
-            row.phase,
-            fmt.number(row.before_s),
-            fmt.number(row.after_s),
-            _signed(row.after_s - row.before_s),
-            fmt.percentage(row.before_fraction),
-            fmt.percentage(row.after_fraction),
-        )
-        for row in comparison.phases
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in comparison.phases:
+        times = fmt.number(row.before_s), fmt.number(row.after_s), _signed(row.after_s - row.before_s)
+        rows.append((row.phase, *times, fmt.percentage(row.before_fraction), fmt.percentage(row.after_fraction)))
     first, second = comparison.total_s
     if first is not None and second is not None:
         total = ("total", fmt.number(first), fmt.number(second), _signed(second - first), "100 %", "100 %")

@@ -249,12 +249,9 @@ def setting_rows(report: RunReport) -> dict[str, list[list[Child]]]:
 
 
 def event_rows(report: RunReport) -> list[list[Child]]:
-    return [
-        [
-            fmt.duration(max(0.0, event.t - (report.start_t or 0.0))),
-            event.kind.replace("_", " "),
-            fmt.count(event.step) if event.step is not None else "",
-            tag("span", event.text, class_="message"),
-        ]
-        for event in report.events
-    ]
+    rows: list[list[Child]] = []
+    for event in report.events:
+        after, step = fmt.duration(max(0.0, event.t - (report.start_t or 0.0))), event.step
+        text = tag("span", event.text, class_="message")
+        rows.append([after, event.kind.replace("_", " "), "" if step is None else fmt.count(step), text])
+    return rows

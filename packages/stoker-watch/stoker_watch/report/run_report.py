@@ -185,9 +185,8 @@ def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> E
         return None
     if evaluation is None:
         reason = "although the model was evaluated" if is_scored else "because the model was not evaluated yet"
-        missing.append(
-            f"No precision-recall curves, error types and images: {records.EVALUATION} is missing, {reason}."
-        )
+        what = "No precision-recall curves, error types and images"
+        missing.append(f"{what}: {records.EVALUATION} is missing, {reason}.")
     return evaluation
 
 

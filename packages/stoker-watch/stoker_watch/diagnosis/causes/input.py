@@ -89,13 +89,11 @@ def make_input_wait_finding(
 def _loading_evidence(run: RunRecords) -> list[Evidence]:
     minimum = INPUT_BOUND.threshold("min_place_samples")
     places = [place for place in loading.loading_places(run) if place.samples >= minimum]
-    return [
-        make_evidence(
-            f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}", place.seconds,
-            "stacks.jsonl: places",
-        )
-        for place in places[: int(INPUT_BOUND.threshold("max_places"))]
-    ]  # fmt: skip
+    found = []
+    for place in places[: int(INPUT_BOUND.threshold("max_places"))]:
+        text = f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}"
+        found.append(make_evidence(text, place.seconds, "stacks.jsonl: places"))
+    return found
 
 
 def largest_stage(run: RunRecords) -> tuple[str | None, float]:

@@ -211,9 +211,8 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
         return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, command=command)
     if run.steady.steps < cause.threshold("min_flat_steps"):
         return None
-    if run.steady.steps >= cause.threshold("min_still_steps") and _max_relative_change(loss) <= cause.threshold(
-        "max_still_change"
-    ):
+    is_still = _max_relative_change(loss) <= cause.threshold("max_still_change")
+    if is_still and run.steady.steps >= cause.threshold("min_still_steps"):
         return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, confidence=0.7)
     return make_finding(run, cause, 1, evidence, confidence=0.4)
 

@@ -62,9 +62,8 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     if not run.is_external or place is None or place.seconds < cause.threshold("places") * eval_s:
         place = None
     else:
-        evidence.append(
-            make_evidence(f"most often by {costly.describe_place(place)}", place.seconds, "stacks.jsonl: places")
-        )
+        text = f"most often by {costly.describe_place(place)}"
+        evidence.append(make_evidence(text, place.seconds, "stacks.jsonl: places"))
         fix = cause.other_fixes["place"].replace("PLACE", place.line)
     return _repeated_phase_finding(
         run, cause, "eval", count, "evaluations", "evaluated", extra_evidence=evidence, fix=fix,
@@ -75,15 +74,12 @@ def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
 def _places_beside_steps(run: RunRecords, cause: Cause) -> Evidence | None:
     """Places outside of forward passes and steps, which may be in the evaluations; None if they take a small part of
     the time of these."""
-    have_steps = costly.functions_with_steps(run)
-    places = [
-        place for place in costly.list_places(run)
-        if place.role == "training" and (
-            place.kind in (AFTER_STEP, WITHOUT_GRADIENTS)
-            or (place.kind in ("python", "decode", "gc")
-                and place.file_and_function not in have_steps)
-        )
-    ]  # fmt: skip
+    have_steps, own_kinds = costly.functions_with_steps(run), ("python", "decode", "gc")
+    places = []
+    for place in costly.list_places(run):
+        is_own = place.kind in own_kinds and place.file_and_function not in have_steps
+        if place.role == "training" and (is_own or place.kind in (AFTER_STEP, WITHOUT_GRADIENTS)):
+            places.append(place)
     if not places or sum(place.seconds for place in places) < cause.threshold("places") * run.phase_seconds("eval"):
         return None
     parts = ", ".join(f"{place.seconds:,.1f} s in {costly.describe_place(place)}" for place in places[:MAX_LINES])

@@ -310,14 +310,12 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
 def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
     steady, min_windows = run.steady, cause.threshold("min_windows")
-    in_each_step = steady.steps > 0 and steady.recompiles >= max(
-        cause.threshold("min_recompiles"), cause.threshold("per_step") * steady.steps
-    )
+    most_steps = max(cause.threshold("min_recompiles"), cause.threshold("per_step") * steady.steps)
+    in_each_step = steady.steps > 0 and steady.recompiles >= most_steps
     if steady.recompile_windows is not None and not in_each_step:
         is_burst = steady.recompile_lines < cause.threshold("min_lines")
-        if steady.recompile_windows < min_windows or (
-            is_burst and run.steady_phase_fraction("compile") < cause.threshold("burst")
-        ):
+        is_small = is_burst and run.steady_phase_fraction("compile") < cause.threshold("burst")
+        if steady.recompile_windows < min_windows or is_small:
             return None
     compile_s = steady.phases.get("compile", 0.0)
     if compile_s > 0 and not in_each_step and _late_compile_fraction(run) < cause.threshold("late"):

@@ -91,15 +91,10 @@ def list_places(run: RunRecords) -> list[PlaceTotal]:
         if total.is_startup or not total.line:
             continue
         key = _line_and_call(total)
-        waits = total.kind == "idle" and (
-            (
-                total.role == "training"
-                and total.call
-                and not LOADER_CALL.search(total.call)
-                and not _ITERATES.search(total.call)
-            )
-            or (total.role == "worker" and (total.call == "time.sleep" or READS.search(total.call)))
-        )
+        is_of_loader = LOADER_CALL.search(total.call) or _ITERATES.search(total.call)
+        is_own_call = total.role == "training" and total.call and not is_of_loader
+        reads = total.role == "worker" and (total.call == "time.sleep" or READS.search(total.call))
+        waits = total.kind == "idle" and (is_own_call or reads)
         formats = total.kind == "sync" and formats_tensors
         if total.kind in _STEP_KINDS and total.role != "thread" and not waits and not formats:
             in_steps[key] += total.samples * (total.kind != "idle")
@@ -375,11 +370,8 @@ def join_lines(run: RunRecords, places: list[PlaceTotal]) -> list[PlaceTotal]:
     joined = _join_callees(run, own)
     callers = {_lines_of(caller)[0] for caller in joined}
     for place in places:
-        if (
-            place.role == "training"
-            and place.kind not in _KINDS_WITH_CAUSES
-            and not callers.isdisjoint(_lines_of(place))
-        ):
+        is_own = place.role == "training" and place.kind not in _KINDS_WITH_CAUSES
+        if is_own and not callers.isdisjoint(_lines_of(place)):
             continue
         (of_modules if "." in module_of(place.call) else joined).append(place)
     joined += merge_by(of_modules, lambda place: (place.thread, place.line, place.kind, module_of(place.call))).values()

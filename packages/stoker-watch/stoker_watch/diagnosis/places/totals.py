@@ -177,20 +177,11 @@ def merge_by(places: Iterable[PlaceTotal], key: Callable[[PlaceTotal], K]) -> di
 
 def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
     low, high = wilson(count.seconds / group.seconds if group.seconds > 0 else 0.0, group.samples)
-    texts = key._asdict()
-    return PlaceTotal(
-        **texts.pop("group")._asdict(),
-        **texts,
-        leaves=dict(count.leaves),
-        callers=count.callers.most_common(1)[0][0],
-        samples=count.samples,
-        seconds=count.seconds,
-        low_s=low * group.seconds,
-        high_s=high * group.seconds,
-        windows=count.windows,
-        window_fraction=count.windows / group.windows,
-        bursts=count.bursts,
-    )
+    values = key._asdict()
+    values |= values.pop("group")._asdict() | {"low_s": low * group.seconds, "high_s": high * group.seconds}
+    values |= {name: getattr(count, name) for name in ("samples", "seconds", "windows", "bursts")}
+    callers, window_fraction = count.callers.most_common(1)[0][0], count.windows / group.windows
+    return PlaceTotal(**values, leaves=dict(count.leaves), callers=callers, window_fraction=window_fraction)
 
 
 def scale_to_leaves(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:

@@ -232,13 +232,8 @@ def precision_recall_by_class(charts: Charts, evaluation: Evaluation) -> Markup 
 
 def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
     bin_centers = [(n + 0.5) / HISTOGRAM_BINS for n in range(HISTOGRAM_BINS)]
-    tp, fp = (
-        [sum(counts) for counts in zip(*histograms, strict=True)]
-        for histograms in (
-            [class_eval.tp_scores for class_eval in evaluation.classes],
-            [class_eval.fp_scores for class_eval in evaluation.classes],
-        )
-    )
+    tp = [sum(counts) for counts in zip(*(row.tp_scores for row in evaluation.classes), strict=True)]
+    fp = [sum(counts) for counts in zip(*(row.fp_scores for row in evaluation.classes), strict=True)]
     outline = {"color": "rgba(0,0,0,0)", "line": {"color": color(3), "width": 2}}
     return charts.add(
         "Scores of true and false positives",
