@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 END_TIMEOUT_S = 60.0
-"""Of Python's own end, after a command has done everything."""
+"""The longest that Python's own end may take, after a command has done everything."""
 
 app = App(
     name="stoker",
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 _exit_codes: list[int] = []
-"""Of each `main` of this process: a program of another may catch its SystemExit."""
+"""The codes of each `main` of this process: a program of another may catch its SystemExit."""
 
 
 def _end_soon() -> None:

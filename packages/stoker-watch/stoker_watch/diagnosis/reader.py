@@ -570,7 +570,7 @@ def _add_stall(stalls: dict[tuple[int, int], StartStall], process: tuple[int, in
 
 
 def _add_stacks(stats: StackStats, window: StackWindow, steady_span: _SteadySpan | None) -> None:
-    """Of a line that overlaps the start or the end, as many samples of `other` and `idle` are left out as are in it."""
+    """Leaves out as many samples of `other` and `idle` of a line as it has outside of the steady time."""
     if steady_span is None or window.t - window.wall_s >= steady_span.end_t or window.t <= steady_span.start_t:
         return
     counts = {kind: fraction * window.samples for kind, fraction in window.main_thread.items()}

@@ -23,7 +23,7 @@ from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
 MAX_POINTS = 256
-"""Of a time series, at most: when there are more, neighboring points are averaged, so a run of weeks has as many."""
+"""The most of a time series: when there are more, neighboring points are averaged, so a run of weeks has as many."""
 END_KINDS = ("finished", "failed", "preempted")
 """Events that say how an attempt ended."""
 MAX_START_SAMPLES = 3600
@@ -329,7 +329,7 @@ class HostStats:
     threads_active: Mean = dataclasses.field(default_factory=Mean)
     bound_cores: Mean = dataclasses.field(default_factory=Mean)
     unbound_cores: Mean = dataclasses.field(default_factory=Mean)
-    """Of the samples in which the job's threads were bound to fewer cores than they might use."""
+    """Both only of samples in which the job's threads were bound to fewer cores than they might use."""
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
     psi_memory: Mean = dataclasses.field(default_factory=Mean)
     psi_io: Mean = dataclasses.field(default_factory=Mean)
@@ -342,7 +342,7 @@ class HostStats:
     """Bytes below the limit in the newest sample."""
     rss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     largest_rss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
-    """Of the process that has the most memory."""
+    """That of the process that has the most memory."""
     swap: Mean = dataclasses.field(default_factory=Mean)
     disk_free_bytes: Mean = dataclasses.field(default_factory=Mean)
     """Over the whole run."""
@@ -442,13 +442,13 @@ class SampledPlace(msgspec.Struct, frozen=True, kw_only=True):
     function: str
     call: str
     part: str
-    """Of stoker, in a training of its own; rules only judge lines of the user."""
+    """The part of stoker, in a training of its own; rules only judge lines of the user."""
     callers: str
     """The lines of the job's own code that called its function, the nearest first, of most of the samples."""
     kind: str
     samples: int
     seconds: float
-    """Of the process's wall time; of workers, which are sampled in turn, of each of them."""
+    """Wall time of the process; of workers, which are sampled in turn, of each of them."""
     low_s: float
     high_s: float
     """95 % interval by Wilson, Journal of the American Statistical Association 22, 1927."""
@@ -497,7 +497,7 @@ class ProgressGap:
     max_earlier_gap_s: float
     """The longest time between two windows with steps before."""
     waited_s: float = 0.0
-    """Of the gap, by the clock in the job: its wait for input."""
+    """The wait for input in the gap, by the clock in the job."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     gpu_utilization: Mean = dataclasses.field(default_factory=Mean)
 
@@ -510,7 +510,7 @@ class TrainingStats:
     end_t: float = -math.inf
     sm_active: Mean = dataclasses.field(default_factory=Mean)
     utilization: Mean = dataclasses.field(default_factory=Mean)
-    """Of the GPUs of this machine, if all of them train."""
+    """Both of the GPUs of this machine, if all of them train."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     cpu_limit_cores: Mean = dataclasses.field(default_factory=Mean)
     max_gpu_memory_fraction: float | None = None

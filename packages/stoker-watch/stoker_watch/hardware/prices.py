@@ -18,7 +18,7 @@ class _ListedMachine(msgspec.Struct, frozen=True, array_like=True):
     gpu: str
     gpus: int
     price: float
-    """Of the whole machine, per hour."""
+    """That of the whole machine, per hour."""
 
 
 class _N1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     """Causes of findings that only the second run has."""
     states: tuple[str, str]
     speed: "SpeedRatio | None" = None
-    """Of `stoker compare`."""
+    """Only of `stoker compare`."""
 
 
 class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):

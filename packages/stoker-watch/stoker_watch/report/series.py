@@ -24,7 +24,7 @@ MAX_BARS = 1000
 MAX_SAMPLE_GAP_S = 10.0
 """A curve of telemetry has a gap where samples are further apart."""
 Stats = tuple[int, float, float, float, float]
-"""Of the values in a bin: count, sum, sum of x, minimum, maximum."""
+"""What is kept of the values in a bin: count, sum, sum of x, minimum, maximum."""
 
 
 class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

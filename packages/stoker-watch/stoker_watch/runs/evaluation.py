@@ -202,7 +202,7 @@ class Thumbnails(msgspec.Struct, frozen=True, kw_only=True):
     """The file."""
 
     step: int
-    """Of the evaluation that shows them."""
+    """That of the evaluation that shows them."""
     images: dict[int, Thumbnail]
     """By `ImageEvaluation.image_index`."""
 

@@ -127,7 +127,7 @@ class Place(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     line: str = ""
     """`file:line` of the innermost frame in a file of the job, relative to its working directory. Empty: none is."""
     function: str = ""
-    """Of that line."""
+    """The function of that line."""
     call: str = ""
     """What that line called, as it can be imported: `copy.deepcopy`; of a call into C, from the text of the line:
     `gc.collect`. Empty: the line's own work."""
@@ -178,7 +178,7 @@ class StackWindow(Record, kw_only=True, omit_defaults=True):
     process_cpu: Amount | None = None
     """CPU-seconds per second of the process in this time: all its threads, without its children."""
     role: Role = "training"
-    """Of the process: `training`, or `worker` for a process that loads data for another one, also for threads of the
+    """What the process does: `training`, or `worker` for one that loads data for another one, also for threads of the
     training process that load. `thread`: what other threads do in the job's own code. Samples of threads without such
     work are in the sum of the rest."""
     places: list[Place] = []
@@ -209,7 +209,7 @@ class Probe(Record, kw_only=True, omit_defaults=True):
     trial: int = 0
     """Number of the trial of `stoker tune`, from 1; the newest line of a trial counts. 0: an experiment of `why`."""
     state: str = ""
-    """Of a trial: one of TRIAL_STATES."""
+    """The state of a trial, one of TRIAL_STATES."""
     kept: bool = False
     """Whether what follows is measured against this trial's settings."""
     changes: dict[str, Any] = {}
@@ -234,7 +234,7 @@ class Probe(Record, kw_only=True, omit_defaults=True):
     losses: list[float] = []
     """Its losses, one for each of `lrs` but the last, if that was not finite."""
     scores: dict[str, float] = {}
-    """Of a training of a learning-rate sweep: `ap` and `ap50` of the validation split, and `loss`, the mean of the last
+    """The scores in a learning-rate sweep: `ap` and `ap50` of the validation split, and `loss`, the mean of the last
     third of the training losses. Empty: it diverged."""
     seconds: float = 0.0
     """Wall time of a trial."""
@@ -367,10 +367,10 @@ class DeviceSample(Record, kw_only=True, omit_defaults=True):
     rss_bytes: int | None = None
     """Resident memory of this process and its children."""
     largest_rss_bytes: int | None = None
-    """Of the process of them that has the most: the training process, as its loader workers have less."""
+    """That of the process with the most: the training process, as its loader workers have less."""
     memory_used_bytes: int | None = None
     memory_limit_bytes: int | None = None
-    """Of the host, or of the cgroup where its limit is lower."""
+    """Both of the host, or of the cgroup where its limit is lower."""
     psi_cpu: float | None = None
     psi_memory: float | None = None
     psi_io: float | None = None

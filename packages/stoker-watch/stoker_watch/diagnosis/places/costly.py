@@ -44,15 +44,15 @@ IMPORT = r"^import |^importlib\."
 STARTS = rf"{IMPORT}|^multiprocessing\.(spawn|forkserver)|^runpy\."
 """Calls of a process that spawn or forkserver has started: it runs the job's file and its imports again."""
 MAIN_FRACTION = 0.8
-"""Of a function's time, in one line and call, from which that is the place."""
+"""Fraction of a function's time in one line and call from which that is the place."""
 _KINDS_WITH_CAUSES = frozenset({"input_wait", "checkpoint", "compile"})
 """Kinds of places that have causes of their own, and are in no sum of what a line calls."""
 MIN_REST = 1.1
-"""Of a place's time, what its caller takes with the rest that it calls, from which that is told."""
+"""How many times a place's time its caller takes with the rest that it calls, from which that is told."""
 MOST = 0.5
-"""Of the time of what a line calls, in one function, from which that is the place: what else it calls costs less."""
+"""Fraction of what a line calls, in one function, from which that is the place: what else it calls costs less."""
 MIN_OWN = 0.3
-"""Of the time of what a line calls or a function does, in places of its own, below which it only decodes or writes:
+"""Fraction of what a line calls or a function does, in places of its own, below which it only decodes or writes:
 `slow_decode`, `checkpoint_heavy`."""
 MAX_LINE_GAP = 10
 """Lines from one call to the next of the same module, up to which they are one place of a training loop."""

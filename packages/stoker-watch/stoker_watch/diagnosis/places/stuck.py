@@ -10,7 +10,7 @@ from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.runs.schemas import Place
 
 COMMON_FRACTION = 0.98
-"""Of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
+"""Fraction of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
 LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
 """Calls in which a launcher waits for the processes that it has started."""
 

@@ -18,7 +18,7 @@ class PlaceNode(msgspec.Struct, frozen=True, kw_only=True):
     """A line with its function, a call, an innermost frame; in a training of stoker's own first a part of stoker. Of
     the root: whose samples they are."""
     kind: str
-    """Of most of its samples."""
+    """That of most of its samples."""
     samples: int
     seconds: float
     low_s: float

@@ -16,7 +16,7 @@ OVERLAY_SIDE = 480
 """Longest side of the overlay in pixels; it is shown at about 350. The browser enlarges smaller images, but not the
 lines and labels of the overlay."""
 LINE_HEIGHT = 15
-"""Of a label in overlay pixels; the font is `.name` in style.css."""
+"""Height of a label in overlay pixels; the font is `.name` in style.css."""
 Xyxy = tuple[float, float, float, float]
 
 
