@@ -122,12 +122,8 @@ def threshold_rows(thresholds: dict[str, Threshold]) -> Rows:
 
 def _format_thresholds(cause: Cause) -> str:
     comparison = "at most" if cause.lower_is_worse else "from"
-    levels = (
-        ("info", cause.info_threshold),
-        ("warning", cause.warning_threshold),
-        ("critical", cause.critical_threshold),
-    )
-    return ", ".join(f"{name} {comparison} {_format_number(value)}" for name, value in levels if value is not None)
+    known = [(name, value) for name, value in reversed(cause.levels()) if value is not None]
+    return ", ".join(f"{name} {comparison} {_format_number(value)}" for name, value in known)
 
 
 def _format_number(value: float) -> str:

@@ -76,17 +76,22 @@ def user_price(price_per_device_hour: float, source: str) -> Price | None:
 def price_from_environment(environment: Mapping[str, Any]) -> Price | None:
     """The list price of the machine of a run, by its environment.json: by machine type if that is known, else the range
     over all machines of the table with such GPUs. None: no GPU, or a GPU that is not in the table."""
-    gpu = environment.get("gpu")
-    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    first_gpu = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
+    gpus = list_gpus(environment)
+    first_gpu = gpus[0] if gpus and isinstance(gpus[0], dict) else {}
     memory = first_gpu.get("memory_bytes")
     gpu_name = match_gpu_name(str(first_gpu.get("name") or ""), memory if isinstance(memory, int) else None)
-    count = len(gpus) if isinstance(gpus, list) else 0
     machine_type = environment.get("machine_type")
-    if isinstance(machine_type, str) and (price := machine_price(machine_type, gpu_name, count)) is not None:
+    if isinstance(machine_type, str) and (price := machine_price(machine_type, gpu_name, len(gpus))) is not None:
         return price
     cloud = next((cloud for word, cloud in _CLOUD_BY_FIRMWARE if word in str(machine_type)), None)
     return None if gpu_name is None else gpu_price_range(gpu_name, cloud)
+
+
+def list_gpus(environment: Mapping[str, Any]) -> list[Any]:
+    """What environment.json says of each GPU, which may be damaged."""
+    gpu = environment.get("gpu")
+    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
+    return gpus if isinstance(gpus, list) else []
 
 
 def machine_price(machine_type: str, gpu: str | None = None, gpus: int = 0) -> Price | None:

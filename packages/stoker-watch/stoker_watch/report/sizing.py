@@ -17,6 +17,7 @@ from typing import Any
 from stoker_watch import regular_files
 from stoker_watch.diagnosis.run_data import Mean, RunRecords
 from stoker_watch.findings.finding import Evidence, Finding
+from stoker_watch.hardware.prices import list_gpus
 from stoker_watch.knowledge import read_toml
 from stoker_watch.report import format as fmt
 from stoker_watch.runs.records import ENVIRONMENT
@@ -38,11 +39,8 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 def gpu_names(environment: Mapping[str, Any]) -> list[str]:
     """One name per GPU; "unnamed" where the driver gave none."""
-    gpu = environment.get("gpu")
-    gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
-    if not isinstance(gpus, list):
-        return []
-    return [str(entry.get("name") or "unnamed") if isinstance(entry, dict) else "unnamed" for entry in gpus]
+    entries = (entry if isinstance(entry, dict) else {} for entry in list_gpus(environment))
+    return [str(entry.get("name") or "unnamed") for entry in entries]
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -158,7 +158,7 @@ def caused_by(error: StorageError) -> FailureKind | None:
 
 
 def to_storage_error(
-    failure: Failure, *, uri: StorageUri, credentials: Credentials, action: Action, attempts_text: str
+    failure: Failure, uri: StorageUri, credentials: Credentials, action: Action, *, attempts_text: str
 ) -> StorageError:
     """The error for the user. uri: of the object (or the prefix) that was requested."""
     knowledge, root = _knowledge(), f"{uri.scheme}://{uri.bucket}"

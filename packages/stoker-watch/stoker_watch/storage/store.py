@@ -203,12 +203,11 @@ class Store:
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
 
-    def list_folders(self, prefix: str = "") -> tuple[str, ...]:
+    def list_folders(self, prefix: str) -> tuple[str, ...]:
         import obstore
 
-        listing = self._with_retries(
-            "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
-        )
+        reads = self._clients.reads
+        listing = self._with_retries("list", prefix, lambda: obstore.list_with_delimiter(reads, prefix or None))
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
@@ -289,10 +288,8 @@ class Store:
             failure = replace(failure, region=clients.bucket_region(self.uri.bucket))
         uri = self.uri.child(key) if key else self.uri
         endpoint = clients.find_endpoint(self.uri.scheme)
-        attempts_text = retry_state.describe() + (f"; endpoint: {endpoint[0]} ({endpoint[1]})" if endpoint else "")
-        raise to_storage_error(
-            failure, uri=uri, credentials=self.credentials, action=action, attempts_text=attempts_text
-        ) from error
+        tried = retry_state.describe() + (f"; endpoint: {endpoint[0]} ({endpoint[1]})" if endpoint else "")
+        raise to_storage_error(failure, uri, self.credentials, action, attempts_text=tried) from error
 
     def _object_info(self, meta: "ObjectMeta") -> ObjectInfo:
         etag = (meta["version"] or meta["e_tag"]) if self.uri.scheme == "gs" else meta["e_tag"]

@@ -33,6 +33,8 @@ Reason = Literal[
 """The seven reasons for an idle GPU, and the ways in which a job fails."""
 
 REASONS: tuple[str, ...] = get_args(Reason)
+LEVELS: tuple[Severity, ...] = ("critical", "warning", "info")
+"""Severities of causes, the worst first."""
 
 
 class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,15 +91,13 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def severity(self, measured: float) -> Severity | None:
         """The severity of a measured value; None: below all thresholds."""
         sign = -1 if self.lower_is_worse else 1
-        thresholds: tuple[tuple[Severity, float | None], ...] = (
-            ("critical", self.critical_threshold),
-            ("warning", self.warning_threshold),
-            ("info", self.info_threshold),
-        )
-        for severity, threshold in thresholds:
-            if threshold is not None and sign * measured >= sign * threshold:
-                return severity
-        return None
+        reached = (level for level, value in self.levels() if value is not None and sign * measured >= sign * value)
+        return next(reached, None)
+
+    def levels(self) -> list[tuple[Severity, int | float | None]]:
+        """Severities and their thresholds, the worst first."""
+        thresholds = self.critical_threshold, self.warning_threshold, self.info_threshold
+        return list(zip(LEVELS, thresholds, strict=True))
 
 
 class NoteKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

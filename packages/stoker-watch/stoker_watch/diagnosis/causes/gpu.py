@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from stoker_watch.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker_watch.diagnosis.causes.cause import LEVELS, Cause, find_cause, worst
 from stoker_watch.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker_watch.diagnosis.run_data import GpuStats, RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding, Severity
@@ -185,8 +185,7 @@ def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
             source = "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"
             evidence.append(make_evidence(text, corrected + uncorrected, source))
             most = max(most, corrected + uncorrected * cause.threshold("uncorrected"))
-    levels: tuple[Severity, ...] = ("critical", "warning", "info")
-    severity = next((level for level in levels if most >= cause.threshold(f"corrected_{level}")), None)
+    severity = next((level for level in LEVELS if most >= cause.threshold(f"corrected_{level}")), None)
     return severity, evidence
 
 
