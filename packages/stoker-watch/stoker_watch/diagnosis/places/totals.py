@@ -130,12 +130,7 @@ class PlaceCounter:
 
 
 def find_places(
-    run: RunRecords,
-    role: str = "training",
-    *,
-    kind: str = "",
-    call: str = "",
-    leaf: str = "",
+    run: RunRecords, role: str = "training", *, kind: str = "", call: str = "", leaf: str = ""
 ) -> PlaceTotal | None:
     """The sum of all places of a role after the start that match; None without any. Its texts are those of the largest
     of them. kind, call, leaf: patterns that match anywhere in the text."""
