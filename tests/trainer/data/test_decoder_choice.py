@@ -73,7 +73,7 @@ def test_without_nvjpeg_it_is_the_host(index: SmoothIndex, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     decoder, why = decided(index, Other(torch.device("cpu")), 1.0)
     assert decoder == "cpu"
-    assert why.startswith("nvJPEG is not available: it needs torchcodec (`pip install 'torchcodec>=0.16'`)")
+    assert why.startswith("nvJPEG is not available: it needs torchcodec (`pip install 'stoker[nvjpeg]'`)")
 
 
 def test_both_are_measured_on_the_runs_own_images(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def unavailable_reason(device: Device) -> str | None:
         with stream.activate():
             _decode([file.getvalue()], device.torch_device, stream)
     except ImportError as error:
-        return f"it needs torchcodec (`pip install 'torchcodec>=0.16'`): {str(error).partition(chr(10))[0]}"
+        return f"it needs torchcodec (`pip install 'stoker[nvjpeg]'`): {str(error).partition(chr(10))[0]}"
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
