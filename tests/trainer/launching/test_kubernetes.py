@@ -17,17 +17,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.launching.advise import advise, apply
-from stoker.launching.jobs import last_job, remember, submit
+from stoker.launching.jobs import submit
 from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
-from stoker_watch.cli.app import app
 from stoker_watch.errors import PreflightError, StokerError, UsageError
 from tests.bounded import bounded
-from tests.fixtures.launching_advise import make_run
 from tests.fixtures.special_files import replace_by
-from tests.trainer.launching.cloud import IMAGE, FakeApi, make_spec, serving
+from tests.trainer.launching.cloud import FakeApi, make_spec, serving
 from tests.trainer.launching.kubernetes_rules import problems
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")
@@ -535,63 +532,3 @@ def test_cancel_deletes_the_job_and_its_service(cluster: FakeApi):
     Kubernetes().cancel(JOB)  # a job that has ended is no error
     assert Kubernetes().status(JOB).state == "unknown"
     assert "secret" not in json.dumps([request.body for request in cluster.requests])
-
-
-def test_advice_is_applied(cluster: FakeApi, tmp_path: Path):
-    """The job is deleted, and one with fewer GPUs and all that was asked for before continues the run."""
-    phases = {"compute": 0.6, "input_wait": 0.4}
-    run = make_run(tmp_path / "run", phases, devices=4, gpu="NVIDIA Unknown", busy=0.6, used_cores=11.5)
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("batch_size = 16", "batch_size = 24"))  # which 3 devices can share
-    request = LaunchRequest(
-        image=IMAGE, mount=(f"claim:{tmp_path}",), devices=4, cpus=12, grace="2min", run_dir="ignored"
-    )
-    kept = request.kept_fields()
-    remember(Job(place="k8s", id="job/vision/stoker-one", name="stoker-one", run=str(run), t=0.0,
-                 options={"namespace": "vision"}, request=kept))  # fmt: skip
-    exists = True
-
-    def answer(method: str, path: str, _: Any) -> tuple[int, Any]:
-        nonlocal exists
-        if path.endswith("/pods"):
-            return 200, {"kind": "PodList", "apiVersion": "v1", "items": []}
-        if method == "DELETE" and "/jobs/" in path:
-            exists = False
-        if method == "GET" and not exists:
-            return 404, {"message": "not found"}
-        return (201 if method == "POST" else 200), {"metadata": {"name": "stoker-one"}, "status": {"active": 1}}
-
-    cluster.answer = answer
-    app(["launch", "advise", str(run), "--apply"], result_action="return_value")
-    job = last_job(str(run))
-    assert job.request == {**{k: v for k, v in kept.items() if k != "run_dir"}, "devices": 3, "resume": str(run)}
-    sent = [request for request in cluster.requests if request.method != "GET"]
-    assert [request.method for request in sent] == ["DELETE", "DELETE", "POST"]
-    container = sent[-1].body["spec"]["template"]["spec"]["containers"][0]
-    assert container["image"] == IMAGE
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 3
-    assert str(run) in container["args"]
-    assert sent[-1].body["metadata"]["name"] == "stoker-one-a2"
-
-
-@pytest.mark.parametrize(
-    ("place", "request_", "phases", "expected"),
-    [
-        ("local", {}, {"compute": 0.6, "input_wait": 0.4}, r"(?s)--apply is not possible.*fix: +stoker launch cancel"),
-        ("vertex", {}, {"compute": 0.6, "input_wait": 0.4}, "--apply is not possible at vertex"),
-        ("k8s", {"env": ("TOKEN=secret",)}, {"compute": 0.6, "input_wait": 0.4}, "values of --env are not kept"),
-        ("k8s", {}, {"compute": 1.0}, "nothing to apply"),
-        ("k8s", {"image": None}, {"compute": 0.6, "input_wait": 0.4}, "runs containers: which image"),
-    ],
-)
-def test_advice_that_cannot_be_applied_ends_no_job(
-    cluster: FakeApi, tmp_path: Path, place: str, request_: dict[str, Any], phases: dict[str, float], expected: str
-):
-    run = make_run(tmp_path / "run", phases, devices=4, busy=0.6, used_cores=11.5)
-    kept = LaunchRequest(**({"image": IMAGE, "mount": ("claim:/",)} | request_)).kept_fields()
-    ids = {"local": "1@0", "vertex": "projects/p/locations/r/customJobs/1", "k8s": "job/vision/stoker-one"}
-    remember(Job(place=place, id=ids[place], name="stoker-one", run=str(run), t=0.0, request=kept))
-    with pytest.raises(UsageError, match=expected):
-        apply(advise(run))
-    assert not cluster.requests
-    assert "secret" not in (run / "launch.json").read_text()

@@ -46,7 +46,7 @@ def test_an_id_is_explained_with_its_threshold_source_and_fix(capsys: pytest.Cap
         assert text in printed
     with pytest.raises(UsageError, match="input_bound"):
         explain_id("input_bounds")
-    for id in ("disk_full", "no_telemetry", "zero-size", "no_gpu", "more_cores", "more_devices", "run_failed"):
+    for id in ("disk_full", "no_telemetry", "zero-size", "no_gpu", "more_cores", "fewer_gpus", "run_failed"):
         (entry,) = explain_id(id)
         assert entry.title
         assert entry.rows

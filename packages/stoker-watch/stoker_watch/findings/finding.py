@@ -1,4 +1,4 @@
-"""What a command found: `why`, `check`, `data check`, `launch advise`, the report and the alerts all return `Finding`s.
+"""What a command found: `why`, `check`, `data check`, the report and the alerts all return `Finding`s.
 
 A rule takes facts and returns findings, worst or not; what it could not find out is a finding of severity `unknown` or
 none, never an exception. Printing is in `stoker_watch/report/findings_terminal.py`; what an id means, in

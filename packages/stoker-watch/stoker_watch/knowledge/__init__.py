@@ -8,7 +8,7 @@ commands.toml: what the parameters of commands mean (`cli/__init__.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 data_errors.toml, errors.toml: what errors say (`errors.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
-findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
+findings.toml: what findings of `check` and `report` mean (`diagnosis/reference.py`).
 frames.toml: functions of frameworks in stacks (`recording/frames.py`).
 kernel_log.toml: lines of the kernel about failures (`recording/telemetry/machine.py`).
 mistakes.toml: debugging aids and mistakes in the loops of others (`diagnosis/causes/mistakes.py`).

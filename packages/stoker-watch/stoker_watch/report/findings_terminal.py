@@ -1,4 +1,4 @@
-"""Prints findings: the one way for `why`, `check`, `data check` and `launch advise`.
+"""Prints findings: the one way for `why`, `check` and `data check`.
 
 warning  /dev/shm has 64 MiB [/dev/shm]
          statvfs

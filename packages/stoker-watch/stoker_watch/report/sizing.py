@@ -4,7 +4,7 @@ environment.json has hardware, versions and variables of the newest attempt. It 
 fails when it is missing or damaged. `resource_usage` says what a run used of its machine; each rule is a pure function
 of it that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`. Advice is not a
 finding: no time is lost, and nothing is changed automatically. Causes of lost time are in `stoker_watch/diagnosis/`;
-`stoker/launching/advise.py` has figures of other devices and machines.
+`stoker plan` has figures of other devices and machines.
 """
 
 import dataclasses

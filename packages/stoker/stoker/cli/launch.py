@@ -12,8 +12,7 @@ from stoker.cli.train import flags_of, join_settings, train
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, check_config
 from stoker.launching.spec import PLACES, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
-from stoker_watch.cli import PARAMETER, described, show
-from stoker_watch.durations import parse_time_s
+from stoker_watch.cli import PARAMETER, described
 from stoker_watch.errors import UsageError
 from stoker_watch.printable import print_json, print_text, printable
 
@@ -22,7 +21,7 @@ launch_app = App(
     sort_key=1,
     default_parameter=Parameter(negative=()),
     help_format="plaintext",
-    usage="Usage: stoker launch WHERE DATA [settings of stoker train]… | stoker launch status|logs|cancel|advise RUN",
+    usage="Usage: stoker launch WHERE DATA [settings of stoker train]… | stoker launch status|logs|cancel RUN",
 )
 Run = Annotated[str, Parameter(help="Folder of the run, or its URI, as `stoker launch` printed it.")]
 
@@ -166,25 +165,3 @@ def cancel(run: Run, /) -> None:
         state = cancel_job(job)
         print_text(f"{job.place} job {job.id}: {state.state}: {mask_secrets(state.text)}", newlines=True)
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")
-
-
-@launch_app.command(sort_key=4)
-@described
-def advise(
-    run: Run,
-    /,
-    *,
-    by: str | None = None,
-    price_per_device_hour: float | None = None,
-    apply: bool = False,
-    json: bool = False,
-) -> None:
-    """Says whether fewer or more devices would train it cheaper or in time."""
-    from stoker.launching import advise as launch_advise
-
-    by_s = None if by is None else parse_time_s(by, "--by")
-    advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
-    show(advice, launch_advise.print_advice, json=json)
-    if apply:
-        job = launch_advise.apply(advice)
-        print_text(f"applied: {advice.changes[0].title}: {job.place} job {job.id}", file=sys.stderr)
