@@ -16,14 +16,13 @@ import stoker
 from stoker.config.settings import from_fields
 from stoker.planning import check as checking
 from stoker.planning.check import (
-    Answer,
     CheckReport,
     CheckRequest,
     MemoryFit,
+    MemoryFitResult,
     Prober,
     ask_memory_fit,
     check,
-    date_urls,
 )
 from stoker.preflight.catalog import Ended, make_finding, run_program
 from stoker_watch.errors import ConfigError
@@ -37,7 +36,7 @@ FIT = MemoryFit(
     text="retinanet_resnet50_fpn on NVIDIA L4 takes", is_cpu=False, image_side=800, images_per_s=410.0,
     checkpoint_bytes=4 * 10**8, decode_core_s=0.02,
 )  # fmt: skip
-FITS = Answer(fit=FIT, finding=make_finding("memory_fit", "ok", "a batch of 16 fits", "410 img/s"))
+FITS = MemoryFitResult(fit=FIT, finding=make_finding("memory_fit", "ok", "a batch of 16 fits", "410 img/s"))
 
 
 def test_a_probe_that_hangs_or_raises_is_unknown_and_the_others_are_asked():
@@ -83,7 +82,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
 
     for name in ("check_cloud", "check_data_path", "check_host", "check_network", "check_sources", "check_variables"):
         monkeypatch.setattr(checking, name, stand_in(name, FINE))
-    monkeypatch.setattr(checking, "check_access", stand_in("check_access", FINE))
+    monkeypatch.setattr(checking, "check_writable", lambda *place: stand_in("check_writable", FINE)(*place)[0])
     monkeypatch.setattr(checking, "check_gpu", stand_in("check_gpu", KERNEL))
     monkeypatch.setattr(checking.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(checking, "ask_memory_fit", lambda *_, **__: FITS)
@@ -99,7 +98,14 @@ def test_only_files(asked: dict[str, dict[str, object]]):
 
 def test_without_data_the_machine_is_checked(asked: dict[str, dict[str, object]]):
     check(CheckRequest())
-    assert set(asked) == {"check_network", "check_gpu", "check_variables", "check_cloud", "check_access", "check_host"}
+    assert set(asked) == {
+        "check_network",
+        "check_gpu",
+        "check_variables",
+        "check_cloud",
+        "check_writable",
+        "check_host",
+    }
     (host,) = asked["check_host"]["positional"]  # type: ignore[misc]
     assert host.num_gpus == 1
     assert host.demand_cores is None
@@ -115,7 +121,6 @@ def test_the_speed_that_was_measured_is_what_loader_and_cores_are_compared_with(
     (host,) = asked["check_host"]["positional"]  # type: ignore[misc]
     assert host.demand_cores == pytest.approx(8.2)
     assert host.run_dir is None
-    assert host.date_urls == ["https://storage.googleapis.com"]
     assert host.checkpoint_bytes == FIT.checkpoint_bytes
     found = {finding.id: finding for finding in report.findings}
     assert "410 img/s" in found["memory_fit"].evidence_text
@@ -125,7 +130,7 @@ REFUSED = make_finding("settings", "blocker", "--lr -1 is out of range", "traini
 
 
 @pytest.mark.parametrize(("answer", "id", "severity"), [
-    (Answer(finding=REFUSED), "settings", "blocker"),
+    (MemoryFitResult(finding=REFUSED), "settings", "blocker"),
     (FITS, "memory_fit", "ok"),
     (Ended(code=-9, output="", errors="Killed"), "memory_fit", "unknown"),
     (subprocess.TimeoutExpired("python", 24), "memory_fit", "unknown"),
@@ -142,7 +147,7 @@ def test_a_batch_that_does_not_fit(
         assert (command[-3], command[-1]) == ("stoker.planning.check", "1")
         if isinstance(answer, Exception):
             raise answer
-        is_answer = isinstance(answer, Answer)
+        is_answer = isinstance(answer, MemoryFitResult)
         return Ended(code=0, output=msgspec.json.encode(answer).decode(), errors="") if is_answer else answer
 
     monkeypatch.setattr(checking, "ask_memory_fit", ask_memory_fit)
@@ -152,7 +157,7 @@ def test_a_batch_that_does_not_fit(
     assert found[id].severity == severity
     assert report.blocked is (severity == "blocker")
     assert "check_data_path" in asked, "the other probes are asked"
-    has_speed = isinstance(answer, Answer) and answer.fit is not None
+    has_speed = isinstance(answer, MemoryFitResult) and answer.fit is not None
     assert asked["check_data_path"]["demand_images_per_s"] == (410.0 if has_speed else None)
 
 
@@ -204,22 +209,10 @@ def test_data_without_images_to_train_on(asked: dict[str, dict[str, object]], tm
     assert "check_data_path" not in asked
 
 
-def test_data_that_cannot_be_read_is_one_blocker(
-    asked: dict[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    denied = make_finding(id="data_access", severity="blocker", title="denied", evidence="403")
-    monkeypatch.setattr(checking, "check_access", lambda *_, **__: [denied])
+def test_data_that_cannot_be_read_is_one_blocker(asked: dict[str, dict[str, object]], tmp_path: Path):
     report = check(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
-    assert [finding.id for finding in report.findings if finding.severity == "blocker"] == ["data_access"]
+    assert [finding.id for finding in report.findings if finding.severity == "blocker"] == ["data"]
     assert "check_host" in asked
-
-
-def test_servers_whose_clock_counts():
-    assert date_urls("data", "runs") == []
-    assert date_urls("s3://b/data", "s3://b/run", env={"AWS_ENDPOINT_URL": "http://minio:9000"}) == [
-        "http://minio:9000"
-    ]
-    assert date_urls(None, "gs://b/run", env={}) == ["https://storage.googleapis.com"]
 
 
 SMALL = {"model": "retinanet_tiny_fpn", "weights": "none", "device": "cpu", "batch_size": 4, "image_size": 64}

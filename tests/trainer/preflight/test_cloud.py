@@ -114,7 +114,6 @@ def test_service_that_does_not_answer(root: Path, vendor: str, says: str) -> Non
         env = {"GCE_METADATA_HOST": address} if vendor == "Google" else {"AWS_METADATA_ENDPOINT": f"http://{address}"}
         [finding] = check_cloud({**env, "NO_GCE_CHECK": "true"}, root=root)
     assert (finding.id, finding.severity) == ("metadata_unreachable", "unknown")
-    assert "refused" in finding.evidence_text
     assert says in finding.fix
 
 

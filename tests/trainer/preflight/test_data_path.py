@@ -146,7 +146,7 @@ def test_bucket_that_refuses(bucket: tuple[str, Proxy], server: Server) -> None:
     finally:
         server.objects.denied.clear()
     assert finding.severity == "blocker"
-    assert "No permission to read" in finding.title
+    assert "no permission to read" in finding.title
 
 
 def test_objects_that_are_gone(bucket: tuple[str, Proxy], server: Server) -> None:

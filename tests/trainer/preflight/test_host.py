@@ -1,19 +1,14 @@
 """Each finding about the host and the container, red and green, from fake trees of /proc, /sys and cgroups."""
 
 import dataclasses
-import email.utils
 import errno
-import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stoker.preflight import host as probes
-from stoker.preflight.host import Host, check_host, clock_skew_s
+from stoker.preflight.host import Host, check_host
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.cgroup import Cgroup
 
@@ -118,40 +113,3 @@ def test_a_slow_disk_a_full_one_and_one_that_refuses(host: Host, monkeypatch: py
 
 def test_a_file_system_of_the_kernel_has_no_room_to_speak_of(host: Host):
     assert "disk" not in found(host, run_dir=Path("/proc/runs"), write_bytes=0)
-
-
-@pytest.fixture
-def clock_server() -> Iterator[tuple[str, list[float]]]:
-    """(address, [seconds that its clock is off]) of a web server."""
-    off = [0.0]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_response_only(403)
-            self.send_header("Date", email.utils.formatdate(time.time() + off[0], usegmt=True))
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/", off
-        server.shutdown()
-
-
-def test_the_clock_against_a_server(host: Host, clock_server: tuple[str, list[float]]):
-    url, off = clock_server
-    skew = clock_skew_s(url)
-    assert skew is not None
-    assert abs(skew) < 30
-    for seconds, severity in ((0.0, "ok"), (-60.0, "warning"), (3600.0, "blocker")):
-        off[0] = seconds
-        assert found(host, date_urls=[url])["clock"].severity == severity
-    assert "behind" in found(host, date_urls=[url])["clock"].title
-
-
-def test_a_clock_that_is_compared_with_no_server(host: Host):
-    assert "clock" not in found(host)
-    assert "clock" not in found(host, date_urls=["http://127.0.0.1:9/"])

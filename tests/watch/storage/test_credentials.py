@@ -66,13 +66,18 @@ def test_profile_that_boto3_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "aws sso login --profile absent" in (caught.value.fix or "")
 
 
+USER = {"client_id": "1", "client_secret": "s", "refresh_token": "r"}
+
+
 def test_key_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "application_default_credentials.json"
-    file.write_text(json.dumps({"type": "authorized_user", "account": "me@example.org"}))
+    file.write_text(json.dumps({"type": "authorized_user", "account": "me@example.org", **USER}))
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     assert find_credentials("gs").description == "user me@example.org (gcloud auth application-default login)"
     key = tmp_path / "key.json"
-    key.write_text(json.dumps({"type": "service_account", "client_email": "a@p.iam.gserviceaccount.com"}))
+    key.write_text(
+        json.dumps({"type": "service_account", "client_email": "a@p.iam.gserviceaccount.com", "private_key": "…"})
+    )
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
     found = find_credentials("gs")
     assert found.description == "service account a@p.iam.gserviceaccount.com (GOOGLE_APPLICATION_CREDENTIALS)"

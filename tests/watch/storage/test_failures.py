@@ -87,14 +87,14 @@ S3: list[tuple[str, int, str, Callable[[Store], None], str]] = [
   why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:GetObject (without \
 s3:ListBucket the response is the same for an object that does not exist); response: 403 AccessDenied, Access Denied
   fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:GetObject", "Resource": \
-"arn:aws:s3:::bucket/*"}"""),
+"arn:aws:s3:::bucket/*"}; for a bucket whose readers pay: export AWS_REQUEST_PAYER=true"""),
     ("list", 403, error("AccessDenied", "Access Denied"), listing,
      """No permission to list objects of the bucket bucket.
   where:  s3://bucket/train
   why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:ListBucket; response: 403 \
 AccessDenied, Access Denied
   fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": \
-"arn:aws:s3:::bucket"}"""),
+"arn:aws:s3:::bucket"}; for a bucket whose readers pay: export AWS_REQUEST_PAYER=true"""),
     ("write", 403, error("AccessDenied", "Access Denied"), write,
      """No permission to write objects of the bucket bucket.
   where:  s3://bucket/train/1.jpg
@@ -112,7 +112,8 @@ AccessDenied, Access Denied
   where:  s3://bucket/train/1.jpg
   why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); response: 400 ExpiredToken, The provided token has \
 expired.
-  fix:    AWS_PROFILE=NAME (aws configure list-profiles), or AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…"""),
+  fix:    the session has expired: aws sso login, or fetch new temporary keys; AWS_PROFILE=NAME (aws configure \
+list-profiles), or AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…"""),
     ("region", 400, error("AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'eu-west-1'"),
      read, """The bucket bucket is in another region.
   where:  s3://bucket/train/1.jpg

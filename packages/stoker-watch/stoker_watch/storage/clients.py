@@ -32,6 +32,13 @@ ENVIRONMENT_PREFIXES = (
 """Prefixes of the environment variables that decide how a store is opened."""
 ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",)}
 """By scheme; the first one that is set counts."""
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+GOOGLE_KEY_FIELDS = {
+    "service_account": ("client_email", "private_key"),
+    "authorized_user": ("client_id", "client_secret", "refresh_token"),
+}
+"""Type of a Google key → what it must have."""
+GOOGLE_KEY_FIX = "a key file of a service account; or unset the variable and run: gcloud auth application-default login"
 PART_BYTES = 8 * 2**20
 """Part size of a multipart upload: 10,000 parts, the limit of S3, are 78 GiB."""
 PART_TIMEOUT_S = 300
@@ -81,6 +88,10 @@ def _aws_credentials() -> Credentials:
     if _is_true("AWS_SKIP_SIGNATURE"):
         return _anonymous("AWS_SKIP_SIGNATURE")
     if (key := env.get("AWS_ACCESS_KEY_ID")) and env.get("AWS_SECRET_ACCESS_KEY"):
+        for name in AWS_KEYS:  # obstore panics at a line end, and a space is a wrong signature
+            if env.get(name, "") != env.get(name, "").strip():
+                what = f"{name} has a space or a line end around its value."
+                raise StorageError(what, location=name, fix=f"export {name} again without it")
         return Credentials(f"access key {_abbreviate_key(key)} (AWS_ACCESS_KEY_ID)")
     if env.get("AWS_WEB_IDENTITY_TOKEN_FILE") and (role := env.get("AWS_ROLE_ARN")):
         return Credentials(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", iam_member=role)
@@ -181,7 +192,10 @@ def _parse_key_file(text: str, source: str) -> Credentials:
         credential_type = data.get("type", "service_account")
     except (json.JSONDecodeError, AttributeError) as error:
         what = "The Google credentials are not a JSON object."
-        raise StorageError(what, location=source, cause=str(error)) from error
+        raise StorageError(what, location=source, cause=str(error), fix=GOOGLE_KEY_FIX) from error
+    if missing := [name for name in GOOGLE_KEY_FIELDS.get(credential_type, ()) if not data.get(name)]:
+        what, cause = "The Google credentials are incomplete.", f"type {credential_type}, without {', '.join(missing)}"
+        raise StorageError(what, location=source, cause=cause, fix=GOOGLE_KEY_FIX)
     if credential_type == "service_account":
         email = data.get("client_email", "")
         return Credentials(f"service account {email} ({source})", iam_member=f"serviceAccount:{email}")
@@ -279,6 +293,9 @@ def _make_client(
     endpoint = find_endpoint(uri.scheme)
     if uri.scheme == "s3":
         if endpoint:
+            if "://" not in endpoint[0]:  # obstore panics
+                choices = ["http://HOST:PORT", "https://HOST"]
+                raise StorageError(f"{endpoint[1]}={endpoint[0]} is not an address.", location=uri, choices=choices)
             store_options["endpoint"] = endpoint[0]
             client_config["allow_http"] = endpoint[0].startswith("http://")
         return S3Store(uri.bucket, client_options=client_config, retry_config=retry, **store_options)

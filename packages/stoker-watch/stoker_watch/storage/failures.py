@@ -70,6 +70,17 @@ class _Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     roles: dict[Action, str] = {}
 
 
+class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a refusal is repaired whose response tells more than its kind."""
+
+    fix: str
+    pattern: str = ""
+    scheme: str = ""
+    kind: str = ""
+    actions: tuple[Action, ...] = ("read", "list", "write", "delete")
+    unless: str = ""
+
+
 class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """knowledge/storage_failures.toml."""
 
@@ -77,6 +88,7 @@ class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codes: dict[str, FailureKind]
     messages: dict[FailureKind, _Message]
     stores: dict[str, _Store]
+    refusals: list[_Refusal]
 
 
 @functools.cache
@@ -198,6 +210,13 @@ def to_storage_error(
         commands["grant"] = commands["login"]
     message = knowledge.messages[kind]
     what, cause, fix = (text.format(**words, **commands) for text in (message.what, message.cause, message.fix))
+    profile = os.environ.get("AWS_PROFILE")
+    session = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
+    for row in knowledge.refusals:
+        is_case = row.scheme in ("", uri.scheme) and row.kind in ("", kind) and action in row.actions
+        if is_case and row.unless not in os.environ and re.search(row.pattern, cause, re.IGNORECASE):
+            fix = row.fix.format(fix=fix, session=session, bucket=uri.bucket)
+            break
     return _ERRORS.get(kind, StorageError)(what, location=uri, cause=cause, fix=fix or None)
 
 

@@ -19,7 +19,6 @@ pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/
 plan_errors.toml: how far `stoker plan` was off (`planning/predict.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/settings.py`); bounds and defaults of
     settings (`config/settings.py`).
-refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 search.toml: what `stoker search` tries (`search/space.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 versions.toml: which versions belong together (`preflight/static/tables.py`).

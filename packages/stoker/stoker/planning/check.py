@@ -22,8 +22,8 @@ import msgspec
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
 from stoker.hardware.cuda_trial import gpu_evidence
-from stoker.preflight.access import check_access
-from stoker.preflight.catalog import make_finding, run_program, unknown
+from stoker.preflight.access import check_writable
+from stoker.preflight.catalog import make_finding, refused, run_program, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.gpu import check_gpu, check_tensorflow
@@ -169,12 +169,12 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
         prober.ask("tensorflow", 22.0, lambda: check_tensorflow(needed=needed, gpu_is_there=bool(gpu_evidence(env))))
     prober.ask("variables", 5.0, lambda: check_variables(env))
     prober.ask("cloud", 5.0, lambda: check_cloud(env, run_dir=request.run_dir))
-    prober.ask("access", 10.0, lambda: check_access(data, request.run_dir, env=env))
+    run_dir = request.run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs"
+    prober.ask("access", 10.0, lambda: [check_writable(run_dir)])
     num_gpus = sum(finding.id == "kernel" for finding in prober.findings)
     opened: list[Index] = []
     fits: list[MemoryFit] = []
-    is_refused = any((finding.id, finding.severity) == ("data_access", "blocker") for finding in prober.findings)
-    if data is not None and not is_refused:
+    if data is not None:
         prober.ask("data", 30.0, lambda: _open_data(config, opened))
     if opened:
 
@@ -212,7 +212,7 @@ def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
         for error in find_refusals(index, max_bad_fraction=limits[0], max_bad_boxes=limits[1]):
             raise error
     except StokerError as error:
-        return [_refused("data", error)]
+        return [refused("data", error)]
     opened.append(index)
     sizes = {split: len(index.image_indices(split)) for split in REQUIRED_SPLITS}
     counts = ", ".join(f"{fmt.plural(size, 'image')} in {split}" for split, size in sizes.items())
@@ -234,35 +234,20 @@ def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) 
         demand_text=text,
         checkpoint_bytes=None if fit is None else fit.checkpoint_bytes,
         env=request.env,
-        date_urls=date_urls(request.config.set_fields().get("data"), run_dir, env=request.env),
     )
-
-
-def date_urls(*locations: str | None, env: Mapping[str, str] = os.environ) -> list[str]:
-    """Servers that training talks to anyway, whose clock counts."""
-    urls = []
-    for location in locations:
-        scheme = (location or "").partition("://")[0]
-        if scheme == "gs":
-            urls.append(env.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com")
-        elif scheme == "s3":
-            urls.append(env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
-        elif scheme in ("http", "https"):
-            urls.append(str(location))
-    return list(dict.fromkeys(urls))
 
 
 # Whether the batch fits
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryFitResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the program prints. fit: None unless a batch was tried and fits."""
 
     finding: Finding
     fit: MemoryFit | None = None
 
 
-def ask_memory_fit(config: Config, timeout_s: float, devices: int = 1) -> Answer:
+def ask_memory_fit(config: Config, timeout_s: float, devices: int = 1) -> MemoryFitResult:
     """Runs the program. devices: how many train together."""
     title = "whether the batch fits the memory"
     with tempfile.TemporaryDirectory() as folder:
@@ -272,22 +257,14 @@ def ask_memory_fit(config: Config, timeout_s: float, devices: int = 1) -> Answer
             ended = run_program([sys.executable, "-m", "stoker.planning.check", str(path), str(devices)], timeout_s)
         except subprocess.TimeoutExpired:
             evidence = f"the trial did not end within {timeout_s:.0f} s"
-            return Answer(finding=unknown("memory_fit", title, evidence, "--deep waits longer"))
+            return MemoryFitResult(finding=unknown("memory_fit", title, evidence, "--deep waits longer"))
     try:
-        return msgspec.json.decode(ended.last_line, type=Answer)
+        return msgspec.json.decode(ended.last_line, type=MemoryFitResult)
     except msgspec.DecodeError:
-        return Answer(finding=unknown("memory_fit", title, f"the trial failed: {ended.reason}"))
+        return MemoryFitResult(finding=unknown("memory_fit", title, f"the trial failed: {ended.reason}"))
 
 
-def _refused(id: str, error: StokerError) -> Finding:
-    """Training would end with this error."""
-    title = error.what.rstrip(".")
-    title = title[:1].lower() + title[1:] if title[1:2].islower() else title
-    evidence = error.cause or "training would end with this error"
-    return make_finding(id, "blocker", title, evidence, error.fix or "", error.location or "")
-
-
-def try_batch(user_config: Config, num_devices: int = 1) -> Answer:
+def try_batch(user_config: Config, num_devices: int = 1) -> MemoryFitResult:
     """Derives the settings of so many devices, which tries the batch of one, and measures it. Raises StokerError where
     training would."""
     from stoker.hardware.selection import select_device
@@ -337,7 +314,7 @@ def try_batch(user_config: Config, num_devices: int = 1) -> Answer:
         checkpoint_bytes=estimate_checkpoint_bytes(parameters, config.optim.optimizer),
         decode_core_s=decode_core_s,
     )
-    return Answer(finding=finding, fit=fit)
+    return MemoryFitResult(finding=finding, fit=fit)
 
 
 def main(config_toml: Path, num_devices: int) -> None:
@@ -346,7 +323,7 @@ def main(config_toml: Path, num_devices: int) -> None:
         answer = try_batch(from_toml(config_toml)[0], num_devices)
     except StokerError as error:
         id = "memory_fit" if isinstance(error, OutOfMemoryError) else "settings"
-        answer = Answer(finding=_refused(id, error))
+        answer = MemoryFitResult(finding=refused(id, error))
     print(msgspec.json.encode(answer).decode())
 
 

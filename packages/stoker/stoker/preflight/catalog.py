@@ -19,7 +19,9 @@ from typing import IO, NamedTuple
 import msgspec
 
 from stoker.knowledge import read_toml
+from stoker_watch.errors import StokerError, StorageError
 from stoker_watch.findings.finding import Evidence, Finding, Severity
+from stoker_watch.storage.failures import caused_by
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,6 +50,21 @@ def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: st
     """A finding from its parts in their order. evidence: what was measured or read, and from where; may be empty."""
     items = [Evidence(text=evidence)] if evidence else []
     return Finding(id=id, severity=severity, title=title, evidence=items, fix=fix, place=place)
+
+
+def refused(id: str, error: StokerError, place: str = "") -> Finding:
+    """The finding for an error with which training would end. A store that answers may answer better in a minute."""
+    cause = error.cause or ""
+    is_busy = isinstance(error, StorageError) and caused_by(error) == "retryable"
+    severity: Severity = "blocker"
+    if is_busy and "no connection" not in cause and "timeout" not in cause:
+        severity = "warning"
+    title = error.what.rstrip(".")
+    title = title[:1].lower() + title[1:] if title[1:2].islower() else title
+    evidence = cause or "training would end with this error"
+    if error.choices:
+        evidence += f"; valid: {', '.join(error.choices)}"
+    return make_finding(id, severity, title, evidence, error.fix or "", place or error.location or "")
 
 
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:

@@ -26,8 +26,7 @@ import numpy as np
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
 from stoker.data.loading.stats import MAX_WORKERS, WORKERS_PER_CORE
-from stoker.preflight.access import refusal
-from stoker.preflight.catalog import describe
+from stoker.preflight.catalog import describe, refused
 from stoker.preflight.cloud import check_region, read_machine
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, ObjectMissing, StokerError
@@ -100,7 +99,7 @@ def check_data_path(
         rate, encoded = _measure_reads(index, images, seconds)
         decode_s = _measure_decoding(index, encoded, max_side)
     except StokerError as error:
-        return [refusal("data_rate", index.source, error)]
+        return [refused("data_rate", error, index.source)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
         name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         reason = f"{name}{getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}"

@@ -1,16 +1,15 @@
-"""Whether the host and the container give a training what it needs: cores, memory, files, disk, clock.
+"""Whether the host and the container give a training what it needs: cores, memory, files, disk.
 
 Each rule is a function of `Host`, which names where the kernel's files are: tests give it trees of such files. What the
 data path delivers is measured in `data_path.py`; the GPU is in `gpu.py`.
 """
 
 import dataclasses
-import itertools
 import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,6 @@ CHECKPOINTS_KEPT = 4
 WRITE_BYTES = 64 * 2**20
 MAX_SAVE_S = 30.0
 """A checkpoint is written in the background every two minutes: a quarter of that (heuristic)."""
-MAX_CLOCK_SKEW_S = 240.0
-"""S3 refuses requests with 15 minutes (RequestTimeTooSkewed), Google tokens that are 5 minutes from the future."""
-WARN_CLOCK_SKEW_S = 30.0
-_HTTP_TIMEOUT_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +61,6 @@ class Host:
     max_files: int | None = None
     write_bytes: int = WRITE_BYTES
     """Bytes that are written to measure the disk; 0: it is not measured."""
-    date_urls: Sequence[str] = ()
-    """Servers whose `Date` header is compared with the clock."""
 
     @property
     def cores(self) -> float:
@@ -211,42 +204,6 @@ def measure_write_speed(folder: Path, size_bytes: int) -> float:
         return max(size_bytes, len(block)) / (time.perf_counter() - start_s)
 
 
-def clock(host: Host) -> Iterator[Finding]:
-    """The clock against a server's, which decides whether buckets accept signed requests."""
-    skews = ((url, skew) for url in host.date_urls if (skew := clock_skew_s(url)) is not None)
-    for url, skew in itertools.islice(skews, 1):
-        text = fmt.duration(max(1.0, abs(skew)))
-        if abs(skew) <= WARN_CLOCK_SKEW_S:
-            yield describe("clock/ok", text=text, url=url)
-            return
-        severity: Severity = "blocker" if abs(skew) > MAX_CLOCK_SKEW_S else "warning"
-        effect = ": buckets refuse its requests" if severity == "blocker" else ""
-        direction = "ahead" if skew > 0 else "behind"
-        yield describe("clock", severity=severity, skew=text, direction=direction, effect=effect, url=url)
-
-
-def clock_skew_s(url: str) -> float | None:
-    """Seconds by which this clock is ahead of a web server's. None: it does not tell."""
-    # Not at the top: they cost a tenth of a second at every start of a training.
-    import email.utils
-    import urllib.error
-    import urllib.request
-
-    from stoker_watch.storage.web import open_url
-
-    try:
-        with open_url(urllib.request.Request(url, method="HEAD"), timeout_s=_HTTP_TIMEOUT_S) as response:
-            date = response.headers["Date"]
-    except urllib.error.HTTPError as error:  # an answer, too
-        date = error.headers["Date"]
-    except OSError:  # no answer
-        return None
-    try:
-        return time.time() - email.utils.parsedate_to_datetime(date).timestamp()
-    except (TypeError, ValueError):  # no date
-        return None
-
-
 RULES: tuple[Callable[[Host], Iterator[Finding]], ...] = (
-    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock,
+    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk,
 )  # fmt: skip
