@@ -103,9 +103,9 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
 
 def trace(*steps: tuple[Any, int, int]) -> list[Any]:
     """Traces of (spec, batch size, memory of the device)."""
-    from stoker.planning.trace import Step, trace_steps
+    from stoker.planning.trace import TracedStep, trace_steps
 
-    answers = trace_steps([Step(*step) for step in steps])
+    answers = trace_steps([TracedStep(*step) for step in steps])
     if errors := [answer.error for answer in answers if answer.trace is None]:
         raise RuntimeError(errors[0])
     return [answer.trace for answer in answers]
@@ -230,7 +230,7 @@ def compare_times(report: Report, calibration: Sequence[Case], groups: dict[str,
     import msgspec
 
     from stoker.planning.machines import Accelerator
-    from stoker.planning.predict import CPU, Sample, fit, step_time
+    from stoker.planning.predict import CPU, TimedTrace, fit, step_time
 
     cases = [*calibration, *(case for group in groups.values() for case in group)]
     with concurrent.futures.ThreadPoolExecutor(1) as background:
@@ -251,7 +251,7 @@ def compare_times(report: Report, calibration: Sequence[Case], groups: dict[str,
         {"what": "CPU, copy of one thread, GB/s", "measured": accelerator.bandwidth / 1e9},
     ]
     samples = [
-        Sample(traces[case], accelerator, "fp32", 1, statistics.median(took[case.label])) for case in calibration
+        TimedTrace(traces[case], accelerator, "fp32", 1, statistics.median(took[case.label])) for case in calibration
     ]
     fitted = fit(samples, msgspec.structs.replace(CPU, **UNCALIBRATED))
     for name in ("convolution", "grouped", "matmul", "bandwidth", "kernel_s"):

@@ -19,7 +19,16 @@ from stoker.launching import jobs, ray_cluster
 from stoker.launching.elastic import choose_nodes
 from stoker.launching.jobs import last_job, read_jobs, remember, submit
 from stoker.launching.request import check_launch, make_spec, parse_nodes
-from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
+from stoker.launching.spec import (
+    PLACES,
+    Job,
+    JobStatus,
+    LaunchPlace,
+    LaunchRequest,
+    LaunchSpec,
+    PlaceOptions,
+    open_place,
+)
 from stoker.planning.machines import find_machine
 from stoker_watch.cli.app import main
 from stoker_watch.durations import parse_time_s
@@ -44,7 +53,7 @@ def stoker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-class Cloud(Place):
+class Cloud(LaunchPlace):
     """A place with the limits of a cloud that runs containers."""
 
     name, cloud = "cloud", "GCP"
@@ -457,7 +466,7 @@ def test_a_preempted_training_on_ray_is_started_again(
     monkeypatch.setattr(ray_cluster, "_run_attempt", lambda *_: next(attempts))
     monkeypatch.setattr(ray_cluster.time, "sleep", lambda _: None)
     monkeypatch.setattr(ray_cluster.signal, "signal", lambda *_: None)
-    training = ray_cluster.Training(
+    training = ray_cluster.RayTraining(
         arguments=(), min_nodes=1, max_nodes=1, resources={}, grace_s=1, restarts=1,
         run="", devices=1, batch={},
     )  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.planning.machines import GPUS, Accelerator
-from stoker.planning.predict import CPU, GPU, Efficiency, Sample, fit, step_time
+from stoker.planning.predict import CPU, GPU, Efficiency, TimedTrace, fit, step_time
 from stoker.planning.trace import StepTrace, Work
 
 HOST = Accelerator(key="cpu", name="a CPU", flops={"fp32": 1e11}, bandwidth=1e10, memory_bytes=2**34, is_cpu=True,
@@ -72,9 +72,9 @@ MATRICES = make_trace([Work("matmul", 2e10, 1e6, 10, False), Work("other", 0.0, 
 MOVES = make_trace([Work("other", 0.0, 2e8, 30, False), Work("convolution", 1e8, 1e5, 10, False)])
 
 
-def samples(truth: Efficiency) -> list[Sample]:
+def samples(truth: Efficiency) -> list[TimedTrace]:
     return [
-        Sample(trace, HOST, "fp32", 1, step_time(trace, HOST, truth, precision="fp32").total_s)
+        TimedTrace(trace, HOST, "fp32", 1, step_time(trace, HOST, truth, precision="fp32").total_s)
         for trace in (LARGE, SMALL, MATRICES, MOVES)
     ]
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.hardware.selection import select_device
-from stoker.planning.trace import FLOP, Answer, CountedStep, Step, StepTrace, trace_steps
+from stoker.planning.trace import FLOP, CountedStep, StepTrace, TracedStep, TraceResult, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from tests import fakes
 from tests.trainer.planning.samples import make_spec
@@ -124,8 +124,8 @@ def test_copies_around_the_group_norm_of_a_gpu_are_counted(device: str, copies: 
 def test_the_process_traces_steps_of_both_kinds() -> None:
     on_gpu = make_spec(on_cpu=False, precision="bf16")
     cpu, gpu, again, broken, cpu_again = trace_steps([
-        Step(make_spec(), 4, 0), Step(on_gpu, 4, 16 * 2**30), Step(on_gpu, 8, 16 * 2**30),
-        Step(make_spec(precision="of another version"), 4, 0), Step(make_spec(), 4, 0),
+        TracedStep(make_spec(), 4, 0), TracedStep(on_gpu, 4, 16 * 2**30), TracedStep(on_gpu, 8, 16 * 2**30),
+        TracedStep(make_spec(precision="of another version"), 4, 0), TracedStep(make_spec(), 4, 0),
     ])  # fmt: skip
     assert cpu == cpu_again
     assert broken.trace is None
@@ -142,4 +142,5 @@ def test_the_process_traces_steps_of_both_kinds() -> None:
 
 def test_a_process_that_dies_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    assert trace_steps([Step(make_spec(), 4, 0)] * 2) == 2 * [Answer(error="the process ended with exit code 1")]
+    ended = TraceResult(error="the process ended with exit code 1")
+    assert trace_steps([TracedStep(make_spec(), 4, 0)] * 2) == [ended, ended]

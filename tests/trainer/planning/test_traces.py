@@ -7,7 +7,7 @@ import pytest
 
 from stoker.hardware.block_size import block_size_for_memory
 from stoker.planning import trace as traces
-from stoker.planning.trace import Step, StepTrace, Work
+from stoker.planning.trace import StepTrace, TracedStep, Work
 from tests.trainer.planning.samples import make_spec
 
 TRACE = StepTrace(
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def test_what_is_kept_is_found_again() -> None:
-    key = Step(make_spec(), 4, 0).key()
+    key = TracedStep(make_spec(), 4, 0).key()
     assert traces.read(key) is None
     traces.write(key, TRACE)
     assert traces.read(key) == TRACE
@@ -27,16 +27,16 @@ def test_what_is_kept_is_found_again() -> None:
 def test_a_step_is_known_by_all_that_it_depends_on() -> None:
     gpu = make_spec(on_cpu=False, precision="bf16")
     keys = [
-        Step(*facts).key()
+        TracedStep(*facts).key()
         for facts in (
             (make_spec(), 4, 0), (make_spec(), 8, 0), (make_spec(side=128), 4, 0), (make_spec("ember_n"), 4, 0),
             (gpu, 4, 4 * GIB), (gpu, 4, 24 * GIB), (make_spec(on_cpu=False, precision="fp16"), 4, 24 * GIB),
         )
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
-    assert Step(make_spec(), 4, 0).key() == Step(make_spec(), 4, 64 * GIB).key() == keys[0]
+    assert TracedStep(make_spec(), 4, 0).key() == TracedStep(make_spec(), 4, 64 * GIB).key() == keys[0]
     assert block_size_for_memory(500 * GIB) == block_size_for_memory(600 * GIB)
-    assert Step(gpu, 4, 500 * GIB).key() == Step(gpu, 4, 600 * GIB).key()
+    assert TracedStep(gpu, 4, 500 * GIB).key() == TracedStep(gpu, 4, 600 * GIB).key()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[" * 100_000, msgspec.json.encode(TRACE)[:-9]])

@@ -18,7 +18,7 @@ from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import CudaGpu, TorchFacts, gpu_evidence, runs_on
 from stoker.hardware.selection import select_device
 from stoker.preflight.gpu import check_gpu, check_tensorflow, silent_cpu
-from stoker.preflight.gpu_rules import GpuFacts, Trial, version_findings, xid_findings
+from stoker.preflight.gpu_rules import GpuFacts, TrialResult, version_findings, xid_findings
 from stoker_watch.errors import PreflightError
 from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
@@ -201,7 +201,8 @@ def test_what_this_torch_says_without_a_gpu():
 
 def versions(tmp_path: Path, torch: TorchFacts, *, driver: str | None = "580.95.05") -> dict[str, Finding]:
     state = DriverState(version=driver, num_gpus=1)
-    facts = GpuFacts(device=None, env={}, root=tmp_path, driver=state, trial=Trial(facts=torch), kernel_lines=None)
+    trial = TrialResult(facts=torch)
+    facts = GpuFacts(device=None, env={}, root=tmp_path, driver=state, trial=trial, kernel_lines=None)
     return by_id(list(version_findings(facts)))
 
 
@@ -403,7 +404,7 @@ def test_a_process_on_the_gpu_is_named_with_its_owner(scenes: dict[str, dict[str
 def test_errors_of_the_gpu_in_the_kernels_log(tmp_path: Path):
     def found(lines: list[KernelLine] | None) -> dict[str, Finding]:
         facts = GpuFacts(
-            device=None, env={}, root=tmp_path, driver=ONE_GPU, trial=Trial(facts=TORCH), kernel_lines=lines
+            device=None, env={}, root=tmp_path, driver=ONE_GPU, trial=TrialResult(facts=TORCH), kernel_lines=lines
         )
         return by_id(list(xid_findings(facts)))
 

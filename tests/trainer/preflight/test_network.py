@@ -30,7 +30,7 @@ FAST = Measurement(
 
 
 @dataclass(frozen=True)
-class Place:
+class JobRank:
     """As `training/cluster.RankPlace`."""
 
     rank: int = 0
@@ -54,13 +54,13 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def check(place: Place | None, env: Mapping[str, str] = os.environ, **options: object) -> list[Finding]:
+def check(place: JobRank | None, env: Mapping[str, str] = os.environ, **options: object) -> list[Finding]:
     return check_network(0.2, find_place=lambda _: place, env=env, **options)  # type: ignore[arg-type]
 
 
 def test_one_process_has_no_network() -> None:
     assert [finding.severity for finding in check(None)] == ["ok"]
-    assert [finding.severity for finding in check(Place(world_size=1))] == ["ok"]
+    assert [finding.severity for finding in check(JobRank(world_size=1))] == ["ok"]
 
 
 def test_malformed_variables() -> None:
@@ -81,7 +81,7 @@ def test_two_ranks() -> None:
     """Both ranks check at the same time, in processes of their own: the same all-reduces on both."""
     port = free_port()
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda rank: check(Place(rank=rank, port=port), join_s=200.0), range(2)))
+        found = list(pool.map(lambda rank: check(JobRank(rank=rank, port=port), join_s=200.0), range(2)))
     for findings in found:
         assert {finding.id for finding in findings} <= {"all_reduce_bandwidth", "all_reduce_latency"}, findings
         assert "between 2 ranks with gloo over loopback" in findings[0].evidence_text
@@ -187,14 +187,14 @@ def test_interfaces_of_this_machine() -> None:
 @pytest.mark.parametrize(
     ("place", "said", "id", "severity"),
     [
-        (Place(rank=1, host="no-such-host.invalid"), "", "rank_address", "blocker"),
-        (Place(rank=0), "RuntimeError: EADDRINUSE, address already in use", "rank_port", "blocker"),
-        (Place(rank=0), "timed out", "ranks_not_met", "unknown"),
-        (Place(rank=1), "timed out", "ranks_not_met", "unknown"),  # refused: nothing listens on port 1
-        (Place(rank=1, host="255.255.255.255"), "timed out", "rank_unreachable", "blocker"),  # not a host's address
+        (JobRank(rank=1, host="no-such-host.invalid"), "", "rank_address", "blocker"),
+        (JobRank(rank=0), "RuntimeError: EADDRINUSE, address already in use", "rank_port", "blocker"),
+        (JobRank(rank=0), "timed out", "ranks_not_met", "unknown"),
+        (JobRank(rank=1), "timed out", "ranks_not_met", "unknown"),  # refused: nothing listens on port 1
+        (JobRank(rank=1, host="255.255.255.255"), "timed out", "rank_unreachable", "blocker"),  # not a host's address
     ],
 )
-def test_reasons(monkeypatch: pytest.MonkeyPatch, place: Place, said: str, id: str, severity: str) -> None:
+def test_reasons(monkeypatch: pytest.MonkeyPatch, place: JobRank, said: str, id: str, severity: str) -> None:
     monkeypatch.setattr(network, "CONNECT_S", 0.2)
     monkeypatch.setattr(network, "_measure", lambda *_: said)
     finding = check(place)[-1]
@@ -205,6 +205,6 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch, place: Place, said: str, id: s
 def test_rank_alone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other rank comes: the process ends by itself or is killed, and the finding says what it said."""
     monkeypatch.setattr(network, "START_S", 0.0)
-    finding = check(Place(rank=0, port=free_port()), join_s=0.1)[-1]
+    finding = check(JobRank(rank=0, port=free_port()), join_s=0.1)[-1]
     assert (finding.id, finding.severity) == ("ranks_not_met", "unknown")
     assert "did not meet within" in finding.evidence_text

@@ -11,7 +11,7 @@ from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import flags_of, join_settings, train
 from stoker.config.flag_names import translate
 from stoker.config.settings import Config, check_config
-from stoker.launching.spec import PLACES, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
+from stoker.launching.spec import PLACES, LaunchPlace, LaunchRequest, LaunchSpec, PlaceOptions, open_place
 from stoker_watch.cli import PARAMETER, described
 from stoker_watch.errors import UsageError
 from stoker_watch.printable import print_json, print_text, printable
@@ -107,7 +107,7 @@ def _read_settings(data: str | None, settings: tuple[str, ...], *, has_files: bo
     return tuple(words[1:]), config
 
 
-def _check_settings(config: Config, spec: LaunchSpec, place: Place) -> list[str]:
+def _check_settings(config: Config, spec: LaunchSpec, place: LaunchPlace) -> list[str]:
     """Refuses what `stoker train` would refuse there. Returns a warning if torch, which is needed, is absent."""
     try:
         with quick_imports():

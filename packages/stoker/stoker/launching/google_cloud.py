@@ -20,9 +20,9 @@ from stoker.launching.spec import (
     PORT,
     Job,
     JobStatus,
+    LaunchPlace,
     LaunchSpec,
     Mount,
-    Place,
     PlaceOptions,
     fill,
     read_template,
@@ -40,7 +40,7 @@ FOLLOW_S = 5.0
 TIMEOUT_S = 60.0
 
 
-class GoogleCloud(Place):
+class GoogleCloud(LaunchPlace):
     """What Vertex AI and Batch share."""
 
     file = "{name}.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.launching.spec import LOG, PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, open_place
+from stoker.launching.spec import LOG, PLACES, Job, JobStatus, LaunchPlace, LaunchRequest, LaunchSpec, open_place
 from stoker_watch import regular_files
 from stoker_watch.errors import ObjectMissing, UsageError, writing
 from stoker_watch.runs.records import EVENTS, LAUNCH, read_lines
@@ -29,7 +29,7 @@ MAX_BYTES, PIECE_BYTES = 1 << 24, 1 << 20
 _JOBS = msgspec.json.Decoder(list[Job])
 
 
-def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
+def submit(spec: LaunchSpec, place: LaunchPlace, request: LaunchRequest) -> Job:
     """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
     jobs = read_jobs(spec.run_dir)
     for newest in newest_jobs(jobs):

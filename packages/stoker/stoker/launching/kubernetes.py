@@ -23,9 +23,9 @@ from stoker.launching.spec import (
     PORT,
     Job,
     JobStatus,
+    LaunchPlace,
     LaunchSpec,
     Mount,
-    Place,
     State,
     fill,
     read_template,
@@ -50,7 +50,7 @@ GRACE_VARIABLE = "STOKER_GRACE_S"
 """Tells the training how long its pod stays after SIGTERM (`training/stopper.py`, which needs torch)."""
 
 
-class Kubernetes(Place):
+class Kubernetes(LaunchPlace):
     name = "k8s"
     file = "{name}.yaml"
     has_secrets = True

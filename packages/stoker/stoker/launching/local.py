@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from stoker.launching.jobs import read_log, read_tail, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, State
+from stoker.launching.spec import Job, JobStatus, LaunchPlace, LaunchSpec, State
 from stoker.training.supervisor import Supervisor
 from stoker_watch import regular_files
 from stoker_watch.errors import UsageError, writing
@@ -35,7 +35,7 @@ _STATES: dict[int, State] = {0: "succeeded", 75: "cancelled"}
 """Other exit codes: failed."""
 
 
-class Local(Place):
+class Local(LaunchPlace):
     """This machine."""
 
     name = "local"

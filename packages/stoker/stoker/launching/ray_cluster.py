@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.launching.elastic import choose_nodes, describe_idle
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
+from stoker.launching.spec import Job, JobStatus, LaunchPlace, LaunchSpec, state_of
 from stoker.training.cluster import RankPlace
 from stoker.training.supervisor import PASSED_ON, delay_s, die_with_parent
 from stoker_watch.errors import DataError, PreflightError, UsageError, make_error, needs_package
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stoker.data.packing import Destination, PackOptions, PackPlan, PlannedShard, RunShards, ShardRecord
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True):
+class RayTraining(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver runs: its argument, as JSON."""
 
     arguments: tuple[str, ...]
@@ -58,7 +58,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Ray(Place):
+class Ray(LaunchPlace):
     """A Ray cluster; `--address` (or RAY_ADDRESS) names its dashboard, default http://127.0.0.1:8265."""
 
     name = "ray"
@@ -118,7 +118,7 @@ def _request(spec: LaunchSpec) -> dict[str, Any]:
         resources[f"accelerator_type:{spec.gpu}"] = 0.001  # Ray's way to ask for a type
     names = ("arguments", "min_nodes", "max_nodes", "devices", "grace_s", "restarts")
     same = {name: getattr(spec, name) for name in names}
-    training = Training(run=spec.run_dir, batch=dict(spec.batch), resources=resources, **same)
+    training = RayTraining(run=spec.run_dir, batch=dict(spec.batch), resources=resources, **same)
     command = ["python", "-m", "stoker.launching.ray_cluster", msgspec.json.encode(training).decode()]
     return {
         "entrypoint": shlex.join(command),
@@ -181,7 +181,7 @@ class Node:
                 self._process.send_signal(number)
 
 
-def drive(training: Training) -> int:
+def drive(training: RayTraining) -> int:
     """Runs attempts until one ends the job; returns its exit code. An attempt has a placement group of one bundle per
     node, and an actor in each that starts `stoker train` with torchrun's variables. If a node is lost, the others are
     ended, and the next attempt takes the nodes that there are then, within from:to. A new group for each attempt: an
@@ -206,7 +206,7 @@ def drive(training: Training) -> int:
     return 75
 
 
-def _run_attempt(training: Training, stopping: threading.Event) -> int:
+def _run_attempt(training: RayTraining, stopping: threading.Event) -> int:
     from ray.exceptions import RayActorError, RayTaskError
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -230,7 +230,7 @@ def _run_attempt(training: Training, stopping: threading.Event) -> int:
         remove_placement_group(group)
 
 
-def _reserve(training: Training, stopping: threading.Event) -> Any:
+def _reserve(training: RayTraining, stopping: threading.Event) -> Any:
     """A placement group of as many nodes as there are; None: the job is stopped."""
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
@@ -262,7 +262,7 @@ def _reserve(training: Training, stopping: threading.Event) -> Any:
     return None
 
 
-def _train(training: Training, nodes: list[Any], stopping: threading.Event) -> int:
+def _train(training: RayTraining, nodes: list[Any], stopping: threading.Event) -> int:
     """The exit code of an attempt: one that a restart cannot correct, else a lost node, else the first failure, else 75
     or 0."""
     host, port = ray.get(nodes[0].address.remote())
@@ -393,4 +393,4 @@ def _open(settings: "DataSettings", options: "PackOptions") -> "tuple[Index, str
 
 if __name__ == "__main__":
     ray.init()
-    sys.exit(drive(msgspec.json.decode(sys.argv[1], type=Training)))
+    sys.exit(drive(msgspec.json.decode(sys.argv[1], type=RayTraining)))

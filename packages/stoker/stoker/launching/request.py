@@ -1,8 +1,8 @@
 """What the user asks for (`LaunchRequest`) becomes a `LaunchSpec`, and what would fail at a place is refused before
 anything is submitted: rules that all places share, or those that run containers.
 
-Each rule raises a UsageError or returns warnings. What only one place knows is in `Place.check`. Limits come from where
-`stoker plan` and `stoker check` have them: the table of machines, the thresholds of the host.
+Each rule raises a UsageError or returns warnings. What only one place knows is in `LaunchPlace.check`. Limits come from
+where `stoker plan` and `stoker check` have them: the table of machines, the thresholds of the host.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import msgspec
 from stoker.config.settings import PER_ATTEMPT, flag_of
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
-from stoker.launching.spec import LOG, PLACES, LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions, open_place
+from stoker.launching.spec import LOG, PLACES, LaunchPlace, LaunchRequest, LaunchSpec, Mount, PlaceOptions, open_place
 from stoker.planning.machines import Machine, choose_machines, find_machine, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.training.cluster import can_divide
@@ -50,7 +50,7 @@ _IMAGE = re.compile(
 
 def make_spec(
     request: LaunchRequest,
-    place: Place,
+    place: LaunchPlace,
     options: PlaceOptions,
     *,
     data: str | None,
@@ -137,7 +137,7 @@ def refuse_control_characters(
             raise UsageError(what, fix="write it without line breaks and escapes")
 
 
-def _locate(data: str, place: Place) -> str:
+def _locate(data: str, place: LaunchPlace) -> str:
     """DATA as every node names it: absolute. Raises UsageError if it is not there."""
     data = expand_variables(data)
     if data == "demo":
@@ -195,7 +195,7 @@ def _parse_mount(text: str) -> Mount:
 # Rules
 
 
-def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
+def check_launch(spec: LaunchSpec, place: LaunchPlace) -> list[str]:
     """Everything that can be known here. Returns warnings. Raises UsageError, PreflightError."""
     for name in spec.options.set_fields():
         if name not in place.options:
@@ -224,7 +224,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     return warnings + _check_grace(spec, place) + place.check(spec)
 
 
-def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice:
+def _find_tpu(request: LaunchRequest, place: LaunchPlace, *, on_cpu: bool) -> TpuSlice:
     """The slice of `--tpu`. Raises UsageError where the place has none, or something else contradicts it."""
     if place.name != "k8s":
         raise UsageError(f"{place.name} has no TPUs for --tpu.", choices=["k8s"], fix="stoker launch k8s --tpu v6e-1")
@@ -239,7 +239,7 @@ def _find_tpu(request: LaunchRequest, place: Place, *, on_cpu: bool) -> TpuSlice
     return find_slice(request.tpu or "")
 
 
-def machine_of(machine_type: str | None, place: Place, *, gpu: str | None, on_cpu: bool) -> Machine | None:
+def machine_of(machine_type: str | None, place: LaunchPlace, *, gpu: str | None, on_cpu: bool) -> Machine | None:
     """The row of the machine type in the table of `stoker plan`; None: no type is named, or any name is valid there.
     gpu: `--gpu`. Raises UsageError for a type that the cloud of the place does not have."""
     if machine_type is None:
@@ -277,7 +277,7 @@ def _check_batch(spec: LaunchSpec) -> None:
         )
 
 
-def _check_reach(spec: LaunchSpec, place: Place) -> None:
+def _check_reach(spec: LaunchSpec, place: LaunchPlace) -> None:
     """Whether every node sees the run folder and the data."""
     if place.reach == "this machine":
         return
@@ -325,7 +325,7 @@ def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
     return [text] if spec.mig_slice is None and cpus < needed else []
 
 
-def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
+def _check_grace(spec: LaunchSpec, place: LaunchPlace) -> list[str]:
     """The notice before a kill, against the slowest save that the run has recorded here."""
     notice_s = place.spot_grace_s if spec.spot else None
     grace_s = min(spec.grace_s, notice_s or spec.grace_s)

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, state_of
+from stoker.launching.spec import Job, JobStatus, LaunchPlace, LaunchSpec, state_of
 from stoker_watch.errors import PreflightError, UsageError, writing
 from stoker_watch.storage.uri import is_uri
 
@@ -35,7 +35,7 @@ STRAGGLER_WAIT_S = 900
 (`bucket_run.FINISHED_TIMEOUT_S`)."""
 
 
-class Slurm(Place):
+class Slurm(LaunchPlace):
     """The cluster that sbatch of this machine submits to."""
 
     name = "slurm"

@@ -112,7 +112,7 @@ class Mount:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
-    """What only some places have; `Place.options` names the fields that a place takes. None: the place's default."""
+    """What only some places have; `LaunchPlace.options` says which a place takes. None: the place's default."""
 
     partition: str | None = None
     """Of Slurm; with --spot one that can be preempted."""
@@ -249,7 +249,7 @@ class JobStatus:
         return self.state in ("queued", "running")
 
 
-class Place:
+class LaunchPlace:
     """Where a training can run: a subclass for each, whose attributes say what it takes. Errors of all methods are
     StokerErrors; a client that is not installed is a PreflightError with its install line (`errors.needs_package`)."""
 
@@ -293,7 +293,7 @@ class Place:
         raise NotImplementedError
 
 
-def open_place(name: str) -> Place:
+def open_place(name: str) -> LaunchPlace:
     """The place of this name. Raises UsageError, with the nearest name, if there is none."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PLACES:
@@ -301,7 +301,7 @@ def open_place(name: str) -> Place:
         what = f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else ".")
         raise UsageError(what, choices=PLACES)
     module, _, kind = PLACES[key].partition(":")
-    place: Place = getattr(importlib.import_module(module), kind)()
+    place: LaunchPlace = getattr(importlib.import_module(module), kind)()
     return place
 
 

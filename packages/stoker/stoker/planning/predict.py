@@ -30,7 +30,7 @@ from stoker.data.loading.loader import compute_max_boxes
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.planning.machines import GPUS, Accelerator, identify, measure_cpu
-from stoker.planning.trace import OperatorKind, Step, StepSpec, StepTrace, Traces
+from stoker.planning.trace import OperatorKind, StepSpec, StepTrace, TracedStep, Traces
 from stoker.training.defaults.derive import derive_for_plan
 from stoker.training.defaults.dry_run import MEMORY_FRACTION, DryRun
 from stoker_watch.errors import ConfigError, DataError, StokerError, UsageError
@@ -38,7 +38,7 @@ from stoker_watch.hardware import calibration
 from stoker_watch.hardware.calibration import MeasuredStep, PredictedStep
 
 
-class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StepAssumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is added to a trace, and how wide the bands are: `assumptions.toml` has the reasons."""
 
     context_mib: int
@@ -48,7 +48,7 @@ class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_peak_error: float
 
 
-ASSUMED = msgspec.convert(read_toml("assumptions.toml")["step"], _Step)
+ASSUMED = msgspec.convert(read_toml("assumptions.toml")["step"], StepAssumptions)
 MIB = 2**20
 MAX_SAMPLES = 2
 """Kinds of measured steps that are traced for a device, the most similar and newest: each takes some seconds."""
@@ -143,7 +143,7 @@ def _reached_flops(accelerator: Accelerator, efficiency: Efficiency, precision: 
     return fraction * accelerator.peak_flops(precision, is_convolution=kind in ("convolution", "grouped"))
 
 
-class Sample(NamedTuple):
+class TimedTrace(NamedTuple):
     """A measured step."""
 
     trace: StepTrace
@@ -159,7 +159,7 @@ MEASUREMENT_SPREAD, PRIOR_SPREAD = 0.05, 0.5
 ITERATIONS = 30
 
 
-def fit(samples: Sequence[Sample], start: Efficiency) -> Efficiency:
+def fit(samples: Sequence[TimedTrace], start: Efficiency) -> Efficiency:
     """The efficiency that explains measured steps, near `start` where they do not tell: least squares of relative
     errors (Gauss-Newton on logarithms), with `start` as a measurement of the relative deviation PRIOR_SPREAD."""
     names = [name for name in FITTED if getattr(start, name) > 0]
@@ -274,16 +274,16 @@ class _Job(NamedTuple):
         """Images of the smallest batch: of a mosaic, or two, with which every norm has a variance."""
         return MOSAIC_GROUP_SIZE if self.config.data.mosaic > 0 else 2
 
-    def step(self, size: int | None = None) -> Step:
+    def step(self, size: int | None = None) -> TracedStep:
         """A step of `size` images; None: of the whole batch."""
-        return Step(self.spec, size or self.batch_size, self.memory_bytes)
+        return TracedStep(self.spec, size or self.batch_size, self.memory_bytes)
 
-    def measured_step(self, line: MeasuredStep) -> Step:
+    def measured_step(self, line: MeasuredStep) -> TracedStep:
         """A micro-batch of it."""
         spec = StepSpec(
             settings=line.settings, num_classes=line.num_classes, max_boxes=line.max_boxes, on_cpu=line.threads > 0
         )
-        return Step(spec, line.batch_size // max(1, line.micro_batches), self.memory_bytes)
+        return TracedStep(spec, line.batch_size // max(1, line.micro_batches), self.memory_bytes)
 
     def fits(self, tensor_bytes: float) -> bool:
         """Whether automatic batch size lets a step use so many bytes of tensors (`DryRun.budget_bytes`)."""
@@ -327,7 +327,7 @@ def _calibrate(job: _Job, traces: Traces) -> tuple[Efficiency, str]:
     for line in job.measured:
         with contextlib.suppress(StokerError):  # a line of another version, whose step cannot be traced any more
             trace = traces.get(job.measured_step(line))
-            samples.append(Sample(trace, job.accelerator, line.precision, line.micro_batches, line.step_s))
+            samples.append(TimedTrace(trace, job.accelerator, line.precision, line.micro_batches, line.step_s))
             lines.append(line)
     if not samples:
         return start, "cpu" if job.accelerator.is_cpu else "gpu"

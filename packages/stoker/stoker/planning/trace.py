@@ -305,7 +305,7 @@ def _touched_bytes(tensor: Tensor) -> float:
 # The process.
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class TraceResult(msgspec.Struct, frozen=True, kw_only=True):
     """A trace, or why there is none."""
 
     trace: StepTrace | None = None
@@ -313,7 +313,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Traces the steps of stdin (`traces.Step`), and writes an `Answer` for each in a line."""
+    """Traces the steps of stdin (`TracedStep`), and writes a `TraceResult` for each in a line."""
     fake_accelerator.install()
     output = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
@@ -331,10 +331,10 @@ def main() -> None:
                 model = CountedStep(spec, Device(torch.device(kind)), is_fake=True)
             if not spec.on_cpu:
                 fake_accelerator.set_memory(memory_bytes)
-            answer = Answer(trace=model.count(model.empty_batch(batch_size)))
+            answer = TraceResult(trace=model.count(model.empty_batch(batch_size)))
         except Exception as error:  # noqa: BLE001 (fake tensors, and settings of another version, raise anything)
             model = None
-            answer = Answer(error=f"{type(error).__name__}: {error}")
+            answer = TraceResult(error=f"{type(error).__name__}: {error}")
         output.write(msgspec.json.encode(answer).decode() + "\n")
         output.flush()
 
@@ -346,7 +346,7 @@ MAX_FILES = 256
 """The oldest beyond them are removed; a file has about 20 kB."""
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """What is traced."""
 
     spec: StepSpec
@@ -365,12 +365,12 @@ class Traces:
     """The traces that a plan needs."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Answer] = {}
+        self._found: dict[str, TraceResult] = {}
 
-    def add(self, steps: Iterable[Step]) -> None:
+    def add(self, steps: Iterable[TracedStep]) -> None:
         """Traces what is not traced yet, now or earlier, in two processes at a time."""
         missing = {key: step for step in steps if (key := step.key()) not in self._found}
-        self._found |= {key: Answer(trace=trace) for key in missing if (trace := read(key)) is not None}
+        self._found |= {key: TraceResult(trace=trace) for key in missing if (trace := read(key)) is not None}
         by_spec: dict[bytes, list[str]] = {}  # the steps of one model are traced by the same process, which keeps it
         for key, step in missing.items():
             if key not in self._found:
@@ -386,7 +386,7 @@ class Traces:
                     if answer.trace is not None:
                         write(key, answer.trace)
 
-    def get(self, step: Step) -> StepTrace:
+    def get(self, step: TracedStep) -> StepTrace:
         """Raises StokerError where the step could not be traced."""
         answer = self._found[step.key()]
         if answer.trace is None:
@@ -394,7 +394,7 @@ class Traces:
         return answer.trace
 
 
-def trace_steps(steps: Sequence[Step]) -> list[Answer]:
+def trace_steps(steps: Sequence[TracedStep]) -> list[TraceResult]:
     """Traces steps in a process, one after the other."""
     if not steps:
         return []
@@ -406,10 +406,10 @@ def trace_steps(steps: Sequence[Step]) -> list[Answer]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
-    answers = [msgspec.json.decode(line, type=Answer) for line in done.stdout.splitlines()]
+    answers = [msgspec.json.decode(line, type=TraceResult) for line in done.stdout.splitlines()]
     last = f"the process ended with exit code {done.returncode}"
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    return answers + [Answer(error=lines[-1] if lines else last)] * (len(steps) - len(answers))
+    return answers + [TraceResult(error=lines[-1] if lines else last)] * (len(steps) - len(answers))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from stoker.preflight.catalog import describe, run_program
 from stoker.preflight.gpu_rules import (
     DRIVER_TIMEOUT_S,
     GpuFacts,
-    Trial,
+    TrialResult,
     driver_fix,
     driver_is_too_old,
     gpu_findings,
@@ -94,7 +94,7 @@ def check_gpu(
 
 def _observe(
     command: Sequence[str], timeout_s: float, worker: TimeoutWorker[DriverState]
-) -> tuple[DriverState | None, Trial]:
+) -> tuple[DriverState | None, TrialResult]:
     """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
     state = worker.call(DRIVER_TIMEOUT_S)
     busiest = state
@@ -116,18 +116,18 @@ def _observe(
     return msgspec.structs.replace(state, gpus=gpus), trial
 
 
-def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[str], bool]) -> Trial:
+def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[str], bool]) -> TrialResult:
     """Runs the trial program, and kills it after a time. watch: as for `run_program`."""
     try:
         ended = run_program(command, timeout_s, watch=watch)
     except subprocess.TimeoutExpired as expired:
         stage = _last_stage((expired.stderr or b"").decode(errors="replace"))
-        return Trial(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)
+        return TrialResult(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)
     stage = _last_stage(ended.errors)
     try:
-        return Trial(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
+        return TrialResult(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
     except msgspec.DecodeError:
-        return Trial(facts=None, stage=stage, error=ended.reason)
+        return TrialResult(facts=None, stage=stage, error=ended.reason)
 
 
 def _last_stage(errors: str) -> str:
@@ -262,7 +262,7 @@ def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> li
         env=env,
         root=root,
         driver=None if driver is None else without_own(driver, present.index),
-        trial=Trial(facts=found),
+        trial=TrialResult(facts=found),
         kernel_lines=read_kernel_lines(),
     )
     return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]

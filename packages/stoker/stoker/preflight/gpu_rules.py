@@ -32,7 +32,7 @@ SLOWDOWNS = {"throttled_heat": 0x08 | 0x20 | 0x40, "throttled_power": 0x80, "clo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class TrialResult:
     """How the trial process ended. facts: None if it did not; stage: the last one that it entered."""
 
     facts: TorchFacts | None
@@ -49,7 +49,7 @@ class GpuFacts:
     env: Mapping[str, str]
     root: Path
     driver: DriverState | None
-    trial: Trial
+    trial: TrialResult
     kernel_lines: Sequence[KernelLine] | None
 
     @property

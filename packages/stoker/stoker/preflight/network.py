@@ -57,7 +57,7 @@ class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 LINKS = msgspec.convert(read_toml("links.toml"), _Links)
 
 
-class Place(Protocol):
+class JobRank(Protocol):
     """This process in its job; `training/cluster.RankPlace`."""
 
     @property
@@ -114,7 +114,7 @@ class Interface(NamedTuple):
 def check_network(
     seconds: float = 10.0,
     *,
-    find_place: Callable[[Mapping[str, str]], Place | None],
+    find_place: Callable[[Mapping[str, str]], JobRank | None],
     env: Mapping[str, str] = os.environ,
     interfaces: Sequence[Interface] | None = None,
     join_s: float = JOIN_S,
@@ -258,7 +258,7 @@ def route_to(address: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _measure(place: Place, seconds: float, join_s: float, env: Mapping[str, str]) -> Measurement | str:
+def _measure(place: JobRank, seconds: float, join_s: float, env: Mapping[str, str]) -> Measurement | str:
     """The measurement of this rank, or the last message of its process."""
     command = [sys.executable, "-m", "stoker.preflight.network", str(seconds), str(join_s)]
     try:
@@ -271,7 +271,7 @@ def _measure(place: Place, seconds: float, join_s: float, env: Mapping[str, str]
         return ended.reason[:400]
 
 
-def _search_reason(place: Place, address: str | None, message: str) -> Finding:
+def _search_reason(place: JobRank, address: str | None, message: str) -> Finding:
     """Why the ranks did not meet."""
     where = f"{place.host}:{place.port}"
     name = f"rank {place.rank} of {place.world_size} ({place.source})"

@@ -236,7 +236,7 @@ def resize_batch(batch: Batch, side: int) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class ArchitectureSearch:
     """What the search works on."""
 
     resolved: ResolvedRun
@@ -267,7 +267,7 @@ class Setting:
             yield (augment_batch(batch, config.data, 0.0) for batch in loader)
 
 
-def train_supernet(setting: Setting, net: SuperNet, steps: int, say: Callable[[str], None]) -> None:
+def train_supernet(setting: ArchitectureSearch, net: SuperNet, steps: int, say: Callable[[str], None]) -> None:
     """Trains the shared tensors, or reads those of a search that was killed after it."""
     path, config = setting.folder / WEIGHTS, setting.resolved.config
     if path.exists():
@@ -358,7 +358,7 @@ def measure_costs(network: EmberNetwork, image_size: tuple[int, int], net: Super
 class Scores:
     """Scores trials: AP with the shared weights, and costs from the table of what was measured on this device."""
 
-    def __init__(self, setting: Setting, net: SuperNet) -> None:
+    def __init__(self, setting: ArchitectureSearch, net: SuperNet) -> None:
         self._setting, self._net, self._path = setting, net, setting.folder / COSTS
         self._device = f"{net.device.name}, torch {torch.__version__}"
         self._known = json.loads(regular_files.read_text(self._path)) if self._path.exists() else {}
@@ -421,7 +421,7 @@ def search_architecture(
         say("nothing was trained or written (--dry-run)")
         return
     torch.manual_seed(resolved.config.run.seed)
-    setting = Setting(resolved, space, folder)
+    setting = ArchitectureSearch(resolved, space, folder)
     base = {**BASE, "image_size": max(resolved.config.data.image_size)}
     first = {name: _nearest(base[name], choices) for name, choices in space.settings.items()}  # type: ignore[arg-type]
     spec = StudySpec(
@@ -439,7 +439,7 @@ def search_architecture(
     say(f"page: {page.write_study(study)}")
 
 
-def write_recipes(setting: Setting, study: Study, say: Callable[[str], None]) -> None:
+def write_recipes(setting: ArchitectureSearch, study: Study, say: Callable[[str], None]) -> None:
     """A recipe file for each network of the front, the fastest last, and the commands that train them."""
     first = study.trials()[0].user_attrs.get("metrics", {})
     front = sorted(best_trials(study.spec, study.trials()), key=lambda trial: -trial.values[1])

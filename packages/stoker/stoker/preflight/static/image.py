@@ -106,7 +106,7 @@ class Instruction:
 
 
 @dataclass
-class Stage:
+class BuildStage:
     """What one FROM begins."""
 
     image: str
@@ -158,9 +158,9 @@ def read_instructions(text: str) -> Iterator[Instruction]:
         yield Instruction(name, "\n".join([words, *body]), tuple(starts), tuple(numbers))
 
 
-def read_stages(text: str) -> list[Stage]:
+def read_stages(text: str) -> list[BuildStage]:
     """The stages of a Dockerfile. One that begins with another has that one's variables, commands and copies first."""
-    stages: list[Stage] = []
+    stages: list[BuildStage] = []
     before: dict[str, str] = {}
     for instruction in read_instructions(text):
         name = instruction.name
@@ -186,12 +186,14 @@ def read_stages(text: str) -> list[Stage]:
     return stages
 
 
-def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]) -> Stage:
+def _stage(instruction: Instruction, before: dict[str, str], stages: list[BuildStage]) -> BuildStage:
     words = substitute(_FLAG.sub("", instruction.text), before).split()
     image = words[0] if words else ""
     name = words[2] if len(words) > 2 and words[1].lower() == "as" else str(len(stages))
     base = next((stage for stage in stages if stage.name.lower() == image.lower()), None)
-    return Stage(image, name, instruction.line) if base is None else dataclasses.replace(copy.deepcopy(base), name=name)
+    if base is None:
+        return BuildStage(image, name, instruction.line)
+    return dataclasses.replace(copy.deepcopy(base), name=name)
 
 
 def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
@@ -369,7 +371,7 @@ def _arguments(words: Sequence[Word], with_value: frozenset[str]) -> Iterator[tu
 class _Reader:
     """Reads the commands of the last stage into an Image."""
 
-    def __init__(self, path: Path, stages: list[Stage], given: Path | None) -> None:
+    def __init__(self, path: Path, stages: list[BuildStage], given: Path | None) -> None:
         self.path = path
         self.stages = stages
         self.stage = stages[-1]

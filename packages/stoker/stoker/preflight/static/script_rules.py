@@ -276,19 +276,19 @@ def _switches(source: Source) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One method of a pipeline, or what its source does by itself."""
 
     method: str
     call: ast.Call | None
     conditions: dict[ast.AST, bool]
 
-    def follows_always(self, earlier: "Step") -> bool:
+    def follows_always(self, earlier: "PipelineStep") -> bool:
         """Whether at most one of both is conditional, so that they are known to be used together."""
         return not earlier.conditions or not self.conditions or earlier.conditions == self.conditions
 
 
-def _pipelines(source: Source) -> Iterator[list[Step]]:
+def _pipelines(source: Source) -> Iterator[list[PipelineStep]]:
     """Each longest chain of dataset methods, with the chains of the variables that it begins with."""
     seen: set[ast.AST | None] = set()
     for call in sorted(source.calls, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0), reverse=True):
@@ -303,16 +303,16 @@ def _is_parallel(call: ast.Call | None) -> bool:
     return call is not None and keyword(call, "num_parallel_calls") is not None
 
 
-def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[Step]]:
+def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[PipelineStep]]:
     """(dotted name of the source, empty if unknown; the steps from there) of a chain."""
-    steps: list[Step] = []
+    steps: list[PipelineStep] = []
     node, seen, root = end, set[ast.AST](), ""
     while node is not None and node not in seen and len(steps) < MAX_STEPS and not root:
         seen.add(node)
         if re.fullmatch(SCRIPTS.dataset, name := source.called(node)):
             root = name
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCRIPTS.methods:
-            steps.append(Step(node.func.attr, node, source.conditions(node)))
+            steps.append(PipelineStep(node.func.attr, node, source.conditions(node)))
             node = node.func.value
         elif isinstance(node, ast.Subscript):
             node = node.value
@@ -320,7 +320,7 @@ def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[Step]]:
             node = _definition(source, node) if isinstance(node, ast.Name) else None
     is_batched = isinstance(node, ast.Call) and not is_constant(keyword(node, "batch_size"), None)
     if is_batched and re.fullmatch(SCRIPTS.batched_dataset, root):
-        steps += [Step("batch", None, {}), Step("shuffle", None, {})]
+        steps += [PipelineStep("batch", None, {}), PipelineStep("shuffle", None, {})]
     return root, steps[::-1]
 
 
@@ -335,7 +335,7 @@ def _definition(source: Source, name: ast.Name) -> ast.expr | None:
     return None
 
 
-def _work(source: Source, step: Step, pattern: str) -> str:
+def _work(source: Source, step: PipelineStep, pattern: str) -> str:
     """What the function of a map calls that matches; empty if nothing, or if the function is not in this script."""
     if step.call is None or step.method != "map":
         return ""
@@ -355,9 +355,9 @@ def _layers_of(source: Source, node: ast.AST | None) -> list[str]:
     return [f"layers.{name}" for name in names if re.fullmatch(r"Random[A-Z]\w*", name)]
 
 
-def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
-    batched: Step | None = None
-    random: tuple[Step, str] | None = None
+def _check_pipeline(source: Source, steps: list[PipelineStep]) -> Iterator[Finding]:
+    batched: PipelineStep | None = None
+    random: tuple[PipelineStep, str] | None = None
     is_shuffled = False
     for step in steps:
         place = source.place(step.call) if step.call else ""
@@ -384,7 +384,9 @@ def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
                 random = (step, name)
 
 
-def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None, place: str) -> Iterator[Finding]:
+def _check_map(
+    source: Source, step: PipelineStep, call: ast.Call, batched: PipelineStep | None, place: str
+) -> Iterator[Finding]:
     if python := _work(source, step, SCRIPTS.python):
         yield describe("python_in_pipeline", place, name=python)
     heavy = _work(source, step, _HEAVY)
