@@ -1,4 +1,4 @@
-"""Training steps on the fake accelerator (`stoker/planning/fake_accelerator.py`), tried by the tests.
+"""Training steps on the fake accelerator of `stoker plan` (`stoker/planning/fake_accelerator.py`), tried by the tests.
 
 Three things are shown with it. A step that reads a value of the device cannot run, since there are no values. The peak
 of the memory that a step's tensors take can be counted, and so can the operators that it issues. It runs in a process
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment import augment_batch, clear_cached_constants
-from stoker.data.batch import NUM_RAND, Batch
+from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import MODELS, build
 from stoker.models.layers.convolutions import use_fused_convs
@@ -33,6 +33,7 @@ from stoker.planning.fake_accelerator import (
     GRANULE,
     Autocast,
     FakeAcceleratorBroken,
+    empty_batch,
     fake_tensors,
     install,
     to_fake,
@@ -159,22 +160,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 def fake_batch(trial: Trial) -> Batch:
     """A batch of the trial's shapes on the fake device; to be called inside `fake_tensors`."""
-    b, m, (h, w) = trial.batch, trial.slots, trial.image_size
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=DEVICE)
-
-    return Batch(
-        images=empty(b, h, w, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
-        boxes=empty(b, m, 4),
-        labels=empty(b, m, dtype=torch.int64),
-        valid=empty(b, m, dtype=torch.bool),
-        resized_size=empty(b, 2, dtype=torch.int32),
-        scale=empty(b, 2),
-        original_size=empty(b, 2, dtype=torch.int32),
-        image_index=empty(b, dtype=torch.int64),
-        rand=empty(b, NUM_RAND),
-    )
+    return empty_batch(trial.batch, trial.slots, trial.image_size)
 
 
 def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep:

@@ -53,7 +53,7 @@ class GoogleCloud(LaunchPlace):
     api: str
     """Address of its API, with `{region}`."""
     collection: str
-    """Of its jobs in the API, with `{name}` where the client chooses the name."""
+    """Path of its jobs in the API, with `{name}` where the client chooses the name."""
     buckets: str
     """How --mount names a bucket."""
 
@@ -98,7 +98,7 @@ class GoogleCloud(LaunchPlace):
         return _call("GET", self.url(job.id), "The job cannot be read.", ignored=(404,))
 
     def url(self, name: str) -> str:
-        """Of a resource: projects/P/locations/REGION/…"""
+        """The address of a resource: projects/P/locations/REGION/…"""
         return f"{self.api.format(region=name.split('/')[3])}/{name}"
 
     def find_machine(self, spec: LaunchSpec) -> tuple[str, str | None, int]:
@@ -207,7 +207,7 @@ class Vertex(GoogleCloud):
 
 
 MAX_RETRIES = 10
-"""Of Batch: cloud.google.com/batch/docs/automate-task-retries."""
+"""Retries of a task of Batch: cloud.google.com/batch/docs/automate-task-retries."""
 
 
 class GcpBatch(GoogleCloud):
@@ -218,7 +218,7 @@ class GcpBatch(GoogleCloud):
     buckets = "gs://BUCKET:/path"
     options = GoogleCloud.options | {"gpu_driver"}
     has_secrets = True
-    """Of Secret Manager: a key is a version of the secret."""
+    """Secrets of Secret Manager: a key is a version of the secret."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)

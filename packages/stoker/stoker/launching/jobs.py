@@ -56,7 +56,7 @@ def submit(spec: LaunchSpec, place: LaunchPlace, request: LaunchRequest) -> Job:
 
 
 def newest_jobs(jobs: list[Job]) -> list[Job]:
-    """Of the jobs of a run, those of the newest launch: a search has one for each worker at a place without arrays."""
+    """The jobs of the newest launch of a run: a search has one for each worker at a place without arrays."""
     return [job for job in jobs if job.t == jobs[-1].t]
 
 
@@ -113,7 +113,6 @@ def launched_jobs(run: str) -> list[Job]:
 
 
 def last_job(run: str) -> Job:
-    """The newest of `launched_jobs`."""
     return launched_jobs(run)[-1]
 
 

@@ -37,12 +37,12 @@ from stoker_watch.errors import ConfigError, PreflightError, UsageError, needs_p
 KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
 """Group, version, plural, kind of the API."""
 LABEL = "app.kubernetes.io/instance"
-"""Of all that belongs to a job; its value is the name of the job."""
+"""Label of all that belongs to a job; its value is the name of the job."""
 RUN_LABEL = "app.kubernetes.io/part-of"
-"""Of all jobs of a run; its value is the name of the first one."""
+"""Label of all jobs of a run; its value is the name of the first one."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 TIMEOUT_S = 30
-"""For an answer: the client itself waits without end. Following a log takes as long as the job."""
+"""Seconds for an answer: the client itself waits without end. Following a log takes as long as the job."""
 FOLLOW_S = 2.0
 
 
@@ -57,7 +57,7 @@ class Kubernetes(LaunchPlace):
     job_id = r"(job|jobset)(/[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?){2}"
     options = frozenset({"namespace", "queue", "patch", "service_account"})
     spot_grace_s = 15
-    """Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
+    """Seconds of the 30 s of a spot VM for pods that are not the system's ("Termination and graceful shutdown" in
     cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
 
     def check(self, spec: LaunchSpec) -> list[str]:
@@ -128,7 +128,7 @@ class Kubernetes(LaunchPlace):
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
-        """Of the first node, of its newest pod."""
+        """The output of the first node, from its newest pod."""
         cluster = Cluster(*job.id.split("/"))
         seen: set[str] = set()
         while True:
@@ -230,7 +230,7 @@ def _literal(text: str) -> str:
 
 
 def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
-    """Of the template. None: the field is left out."""
+    """The values of the template. None: the field is left out."""
     several, job_name = spec.max_nodes > 1, spec.job_name
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in spec.env.items()]
     env += [
@@ -404,12 +404,12 @@ class Cluster:
             self._call(what, self._objects.create_namespaced_custom_object, *self._path, document)
 
     def get(self) -> Any:
-        """None: there is no such job."""
+        """The job as the API has it; None: there is none."""
         get = self._objects.get_namespaced_custom_object
         return self._call("The job cannot be read.", get, *self._path, self._name, missing_is_none=True)
 
     def pods(self) -> list[Any]:
-        """Oldest first."""
+        """The pods of the job, oldest first."""
         what, list_pods = "The pods of the job cannot be read.", self._core.list_namespaced_pod
         pods = self._call(what, list_pods, self.namespace, label_selector=f"{LABEL}={self._name}").items
         return sorted(pods, key=lambda pod: str(pod.metadata.creation_timestamp))

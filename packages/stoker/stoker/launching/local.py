@@ -28,7 +28,7 @@ START_S = 1.0
 _CLOCK_TOLERANCE_S = 2.0
 """psutil computes the start of a process from the clock, which may be set."""
 SHOWN_LINES = 6
-"""Of the log, where the run has no record of the end."""
+"""Lines of the log that are shown where the run has no record of the end."""
 _END = re.compile(r"^stoker: process (\d+) ended with exit code (\d+)$", re.MULTILINE)
 """The last line of a job; `main` prints it."""
 _STATES: dict[int, State] = {0: "succeeded", 75: "cancelled"}
@@ -36,8 +36,6 @@ _STATES: dict[int, State] = {0: "succeeded", 75: "cancelled"}
 
 
 class Local(LaunchPlace):
-    """This machine."""
-
     name = "local"
     file = "command"
     reach = "this machine"

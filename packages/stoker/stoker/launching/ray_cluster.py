@@ -45,15 +45,15 @@ class RayTraining(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver runs: its argument, as JSON."""
 
     arguments: tuple[str, ...]
-    """Of `stoker`."""
+    """Arguments of `stoker`."""
     min_nodes: int
     max_nodes: int
     run: str
     devices: int
-    """Of each node."""
+    """Devices of each node."""
     batch: dict[str, Any]
     resources: dict[str, float]
-    """Of Ray, for each node."""
+    """Ray's resources for each node."""
     grace_s: int
     restarts: int
 

@@ -35,12 +35,12 @@ RUNS_DIR = Path("runs")
 MAX_NAME_CHARS = 40
 GIB = 2**30
 CPUS_PER_GPU, GIB_PER_CPU = 8, 4.0
-"""Where nothing says more: a g2-standard-8 has 8 vCPUs of 4 GiB for its GPU."""
+"""CPUs and memory where nothing says more: a g2-standard-8 has 8 vCPUs of 4 GiB for its GPU."""
 _UNUSED_CHIPS = "one of the {0.chips} chips of {0.name} would train, the others would be idle: --tpu {0.chip}-1"
 SYSTEM_MEMORY_FRACTION = 0.9
-"""Of a machine's memory, for the job; the rest is for the system and the node's agent (GKE reserves 5 to 12 %)."""
+"""Part of a machine's memory for the job; the rest is for the system and the node's agent (GKE reserves 5 to 12 %)."""
 MIG_SLICES = msgspec.convert(read_toml("mig.toml"), dict[str, tuple[str, ...]])
-"""By accelerator (`planning/machines.py`)."""
+"""Accelerator (`planning/machines.py`) → its slices."""
 RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 """How a node learns its place (`training/cluster.py`)."""
 _IMAGE = re.compile(

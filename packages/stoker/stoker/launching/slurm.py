@@ -29,7 +29,7 @@ from stoker_watch.errors import PreflightError, UsageError, writing
 from stoker_watch.storage.uri import is_uri
 
 COMMAND_TIMEOUT_S = 60
-"""Of a client: it waits for a controller that is busy or restarts."""
+"""Seconds for a client: it waits for a controller that is busy or restarts."""
 STRAGGLER_WAIT_S = 900
 """How long the other nodes may run after the first one has ended: rank 0 may still upload the results
 (`bucket_run.FINISHED_TIMEOUT_S`)."""

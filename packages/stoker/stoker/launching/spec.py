@@ -16,7 +16,7 @@ from stoker_watch.errors import UsageError, nearest
 from stoker_watch.hardware.tpu import TpuSlice
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
-"""Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
+"""State of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
 """What a job sees of the files of this machine: all; those of shared file systems; nothing but what is mounted."""
 PLACES = {
@@ -29,7 +29,7 @@ PLACES = {
 }
 ALIASES = {"kubernetes": "k8s", "vertex-ai": "vertex", "batch": "gcp-batch"}
 LOG = "launch.log"
-"""In the run folder."""
+"""File in the run folder."""
 PORT = 29500
 """Where rank 0 listens: torchrun's port. Each node has an address of its own, so jobs cannot meet there."""
 FAILING_EXIT_CODES = (2, 3, 4, 6)
@@ -72,13 +72,13 @@ class LaunchRequest:
     """NAME=SECRET/KEY: a variable from the place's store of secrets, which neither the job nor launch.json contains.
     Repeatable."""
     name: str | None = None
-    """Of the job; default: that of the run folder."""
+    """Name of the job; default: that of the run folder."""
     spot: bool = False
     """On machines that may be preempted."""
     grace: str | None = None
     """Time to save before a kill: 60s, 2min."""
     time_limit: str | None = None
-    """Of the job: 30min, 6h, 2d. The training saves before it, and is requeued where the place can."""
+    """Time limit of the job: 30min, 6h, 2d. The training saves before it, and is requeued where the place can."""
     restarts: int = 3
     """How often it is started again after a failure. After a preemption it always is."""
 
@@ -96,8 +96,6 @@ class LaunchRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Mount:
-    """A folder that all nodes see at the same path."""
-
     path: str
     """Absolute."""
     source: str | None = None
@@ -115,27 +113,27 @@ class PlaceOptions:
     """What only some places have; `LaunchPlace.options` says which a place takes. None: the place's default."""
 
     partition: str | None = None
-    """Of Slurm; with --spot one that can be preempted."""
+    """Partition of Slurm; with --spot one that can be preempted."""
     account: str | None = None
-    """That Slurm charges."""
+    """Account that Slurm charges."""
     namespace: str | None = None
-    """Of Kubernetes."""
+    """Namespace of Kubernetes."""
     queue: str | None = None
     """LocalQueue of Kueue."""
     patch: str | None = None
     """File (YAML) that is merged into the pods of Kubernetes: whatever has no flag."""
     region: str | None = None
-    """Of the cloud."""
+    """Region of the cloud."""
     project: str | None = None
-    """Of the cloud."""
+    """Project of the cloud."""
     service_account: str | None = None
-    """That the job runs as."""
+    """Service account that the job runs as."""
     boot_disk: str | None = None
     """GB of each machine's disk in the cloud, for the image; default: the cloud's."""
     gpu_driver: str | None = None
     """Version of NVIDIA's driver that Batch installs (550.90.07); default: the one that it chooses."""
     address: str | None = None
-    """Of the cluster's API: of Ray http://HOST:8265."""
+    """Address of the cluster's API: of Ray http://HOST:8265."""
 
     def set_fields(self) -> dict[str, str]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
@@ -146,9 +144,9 @@ class LaunchSpec:
     """A training, and the machines for it, all decided. What is not explained here is as in `LaunchRequest`."""
 
     arguments: tuple[str, ...]
-    """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
+    """Arguments of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
     name: str
-    """Of the jobs of the run: lower-case letters, digits and `-`, at most 40, begins with a letter."""
+    """Name of the jobs of the run: lower-case letters, digits and `-`, at most 40, begins with a letter."""
     attempt: int = 1
     """Which job of the run it is."""
     tasks: int = 1
@@ -167,7 +165,7 @@ class LaunchSpec:
     max_nodes: int = 1
     """More than min_nodes: elastic."""
     batch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of `elastic.SETTINGS`, those that the user set."""
+    """Those of `elastic.SETTINGS` that the user set."""
     cpus: int = 1
     memory_gib: float = 4.0
     shm_gib: float = 1.0
@@ -194,7 +192,7 @@ class LaunchSpec:
 
     @property
     def job_name(self) -> str:
-        """Of this job, where the place keeps the names of jobs that have ended: stoker-run, stoker-run-a2, …"""
+        """Name of this job, where the place keeps the names of jobs that have ended: stoker-run, stoker-run-a2, …"""
         return self.name if self.attempt == 1 else f"{self.name}-a{self.attempt}"
 
     def local_storage(self, path: str) -> str | None:
@@ -218,7 +216,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     place: str
     id: str
-    """Of the place: a Slurm job id, a resource name, a process id."""
+    """Id in the place: a Slurm job id, a resource name, a process id."""
     name: str
     run: str
     """The run folder or its URI."""

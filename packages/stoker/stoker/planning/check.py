@@ -45,7 +45,7 @@ TOTAL_S, DEEP_TOTAL_S = 55.0, 900.0
 DEEP_FACTOR = 6
 """Time limits of the probes with `--deep`, relative to those without."""
 DATA_PATH_S, NETWORK_S = 5.0, 10.0
-"""Of measuring."""
+"""Seconds of measuring."""
 _IMPORTS_TENSORFLOW = re.compile(r"^\s*(?:import|from)\s+(?:tensorflow|keras|tf_keras)\b", re.MULTILINE)
 
 
@@ -62,13 +62,11 @@ class CheckRequest:
     requirements: Path | None = None
     script: Path | None = None
     driver: str | None = None
-    """Of the machine that will run the files."""
+    """Version of the driver of the machine that will run the files."""
     env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
 
 class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe that was asked."""
-
     probe: str
     seconds: float
     complete: bool
@@ -97,7 +95,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     is_cpu: bool
     image_side: int
     images_per_s: float
-    """Of all devices; measured on one, except on a CPU."""
+    """Images per second of all devices; measured on one, except on a CPU."""
     checkpoint_bytes: int
     decode_core_s: float | None = None
     """Core-seconds to decode and resize an image; None: could not be measured."""
@@ -241,14 +239,14 @@ def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) 
 
 
 class MemoryFitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the program prints. fit: None unless a batch was tried and fits."""
+    """What the process prints. fit: None unless a batch was tried and fits."""
 
     finding: Finding
     fit: MemoryFit | None = None
 
 
 def ask_memory_fit(config: Config, timeout_s: float, devices: int = 1) -> MemoryFitResult:
-    """Runs the program. devices: how many train together."""
+    """Tries the batch in a process of its own. devices: how many train together."""
     title = "whether the batch fits the memory"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
@@ -318,7 +316,6 @@ def try_batch(user_config: Config, num_devices: int = 1) -> MemoryFitResult:
 
 
 def main(config_toml: Path, num_devices: int) -> None:
-    """The program."""
     try:
         answer = try_batch(from_toml(config_toml)[0], num_devices)
     except StokerError as error:

@@ -36,7 +36,7 @@ MIN_CACHED_FRACTION = 0.07
 """CPU time of an image from the cache of decoded images, as a fraction of decoding it, at least: 1.23 of 16.8 ms for
 4,000 × 3,000 pixels (docs/benchmarks.md)."""
 STATE_BYTES_PER_PARAMETER = 16
-"""Of a checkpoint: weights, EMA weights and up to two moments in fp32."""
+"""Bytes in a checkpoint: weights, EMA weights and up to two moments in fp32."""
 
 MEMORY_FITS = Literal["yes", "perhaps", "no"]
 CASES: tuple[Case, ...] = ("low", "expected", "high")
@@ -57,7 +57,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     """What is trained, whatever the machine."""
 
     num_images: int
-    """Of the training split."""
+    """Images of the training split."""
     num_val_images: int
     images_seen: float
     """Images that are trained on, over all epochs."""
@@ -128,7 +128,7 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     img_per_s: Estimate
     """Mean over the training steps of the run."""
     vcpus: float
-    """Of all machines."""
+    """vCPUs of all machines."""
     required_vcpus: float
     """vCPUs with which decoding would keep the GPUs busy, as expected."""
     required_mb_per_s: float

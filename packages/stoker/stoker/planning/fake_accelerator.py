@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware import block_size
 from stoker.hardware.device import DTYPES
 from stoker_watch.errors import StokerError
@@ -161,6 +162,26 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         _foreach_utils._foreach_supported_types.remove(FakeTensor)
+
+
+def empty_batch(count: int, max_boxes: int, image_size: tuple[int, int], device: torch.device | str = DEVICE) -> Batch:
+    """A batch of `count` images of this height and width without values, in the memory format of the loader's."""
+    b, m, (h, w) = count, max_boxes, image_size
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Batch(
+        images=empty(b, h, w, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
+        boxes=empty(b, m, 4),
+        labels=empty(b, m, dtype=torch.int64),
+        valid=empty(b, m, dtype=torch.bool),
+        resized_size=empty(b, 2, dtype=torch.int32),
+        scale=empty(b, 2),
+        original_size=empty(b, 2, dtype=torch.int32),
+        image_index=empty(b, dtype=torch.int64),
+        rand=empty(b, NUM_RAND),
+    )
 
 
 class WithoutRandomValues(TorchFunctionMode):

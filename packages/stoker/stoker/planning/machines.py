@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 THIS_MACHINE = "this"
 """The name under which the present machine is planned for."""
 MAX_PRICES_BYTES = 1 << 20
-"""Of a file of prices, which has a few kilobytes."""
+"""Size of a file of prices, which has a few kilobytes."""
 GIB, GB, TERA = 2**30, 10**9, 10**12
 
 Case = Literal["low", "expected", "high"]
@@ -59,7 +59,6 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def exactly(value: float) -> Estimate:
-    """A number without an error."""
     return Estimate(value, value, value)
 
 
@@ -76,11 +75,11 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     flops: dict[str, float]
     """Peak operations per second by type of arithmetic, fp32, tf32, bf16, fp16: those that the device has."""
     half_fraction: float = 1.0
-    """Of the fraction that it reaches of its peak in fp32, the part that it reaches in bf16 and fp16."""
+    """The part that it reaches in bf16 and fp16 of the fraction of its peak that it reaches in fp32."""
     bandwidth: float
     """Peak bytes per second of its memory."""
     memory_bytes: int
-    """Of the device. A CPU: of the host, within its cgroup."""
+    """Memory of the device; of a CPU, the host's within its cgroup."""
     is_cpu: bool = False
     threads: int = 1
     """Threads that a step computes with, of a CPU."""
@@ -141,7 +140,7 @@ def identify(device_name: str) -> Accelerator | None:
 
 
 MATRIX_SIDE, COPY_BYTES = 1024, 64 * 2**20
-"""Of the micro-benchmark. The copy is larger than what a core has of a server's caches."""
+"""Sizes of the micro-benchmark. The copy is larger than what a core has of a server's caches."""
 ROUNDS = 5
 
 
@@ -194,7 +193,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     gb_per_s: Estimate
     """Bus bandwidth of an all-reduce, 1e9 bytes per second in each direction."""
     latency_us: Estimate
-    """Of one message between two neighbors."""
+    """Microseconds of one message between two neighbors."""
     source: str
 
 
@@ -217,9 +216,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     link: str = "pcie4"
     """Key of LINKS; `none` for one GPU."""
     price: float | None = None
-    """On demand."""
+    """Price on demand."""
     spot_price: Estimate | None = None
-    """Of the user's file; the table has none."""
+    """From the user's file; the table has none."""
     source: str = ""
 
     @property
@@ -243,7 +242,6 @@ def links() -> dict[str, Link]:
 
 @functools.cache
 def listed_machines() -> dict[str, Machine]:
-    """All machines of the table, by name."""
     table = read_toml("machines.toml")
     columns = table["columns"]
     return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}

@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_images: int
     epochs: float
     steps: int
-    """Of one device, with `batch_size` images each."""
+    """Steps of one device, with `batch_size` images each."""
     batch_size: int
     job: list[str]
     limits: Limits

@@ -80,7 +80,7 @@ class Errors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 COVERAGE = 0.9
-"""Of a band."""
+"""Probability that a band contains the next measurement."""
 ERRORS = msgspec.convert(read_toml("plan_errors.toml"), dict[str, Errors])
 
 
@@ -105,7 +105,7 @@ class StepTime(NamedTuple):
 
     total_s: float
     compute_s: float
-    """Of operators that arithmetic limits; memory_s: of the others; launch_s: of launches."""
+    """Seconds of operators that arithmetic limits; memory_s: of the others; launch_s: of launches."""
     memory_s: float
     launch_s: float
 
@@ -204,7 +204,7 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Parts that the batch is computed in, so that it fits (`grad_accum_steps`)."""
     precision: str
     peak_bytes: int
-    """Of the device's memory, with what a GPU needs besides tensors: context, workspaces, fragmentation."""
+    """Bytes of the device's memory, with what a GPU needs besides tensors: context, workspaces, fragmentation."""
     peak_error: float
     """Relative half-width of its band."""
     memory_bytes: int
@@ -255,8 +255,6 @@ def predict_steps(
 
 
 class _Job(NamedTuple):
-    """The training on one accelerator."""
-
     accelerator: Accelerator
     config: Config
     spec: StepSpec
@@ -266,7 +264,7 @@ class _Job(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """By which the step chooses its blocks; a CPU's do not depend on it."""
+        """Memory by which the step chooses its blocks; a CPU's do not depend on it."""
         return 0 if self.accelerator.is_cpu else self.accelerator.memory_bytes
 
     @property
@@ -279,7 +277,7 @@ class _Job(NamedTuple):
         return TracedStep(self.spec, size or self.batch_size, self.memory_bytes)
 
     def measured_step(self, line: MeasuredStep) -> TracedStep:
-        """A micro-batch of it."""
+        """A micro-batch of a measured step."""
         spec = StepSpec(
             settings=line.settings, num_classes=line.num_classes, max_boxes=line.max_boxes, on_cpu=line.threads > 0
         )
@@ -386,7 +384,7 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
 
 
 def _remember(predictions: Sequence[StepPrediction], accelerators: Sequence[Accelerator]) -> None:
-    """For the training that follows, which says at its end how far they were off."""
+    """Keeps predictions for the training that follows, which says at its end how far they were off."""
     shared = [name for name in PredictedStep.__struct_fields__ if name in StepPrediction.__struct_fields__]
     lines = [
         PredictedStep(

@@ -47,8 +47,6 @@ class Suitability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice, and the reasons."""
-
     choice: int | None
     """Position of the row; None: none meets the limits."""
     summary: str
@@ -60,7 +58,6 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recommend(rows: Sequence[MachinePlan], limits: Limits) -> Recommendation:
-    """The recommendation among these predictions."""
     possible = [row for row in rows if not row.problem and row.cost is not None]
     own = next((row for row in rows if row.machine == THIS_MACHINE and row.cost is None and not row.problem), None)
     own_is_enough = own is not None and meets(own, limits) != "no"

@@ -33,7 +33,7 @@ def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> No
 
 
 def _device_called(name: str) -> Device:
-    """Need not be here. Raises PreflightError."""
+    """The device of this name, which need not be here. Raises PreflightError."""
     try:
         return Device(torch.device("xla" if name.partition(":")[0] in XLA_KINDS else name))
     except RuntimeError as error:

@@ -28,7 +28,7 @@ from torch.utils import _pytree
 
 from stoker.config.settings import Config, from_fields
 from stoker.data.augment import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
-from stoker.data.batch import NUM_RAND, Batch
+from stoker.data.batch import Batch
 from stoker.hardware.block_size import block_size_for_memory
 from stoker.hardware.device import Device
 from stoker.models import build
@@ -79,15 +79,13 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """What was counted."""
-
     batch_size: int
     peak_bytes: int
-    """Of the tensors alive at the same time, weights, optimizer and the batch included."""
+    """Bytes of the tensors alive at the same time, weights, optimizer and the batch included."""
     resting_bytes: int
-    """Of those alive between two steps."""
+    """Bytes of those alive between two steps."""
     image_bytes: int
-    """Of the batch, per image."""
+    """Bytes of the batch, per image."""
     parameters: int
     """Trainable ones."""
     gradient_bytes: int
@@ -181,23 +179,7 @@ class CountedStep:
         )
 
     def empty_batch(self, count: int) -> Batch:
-        """A batch of `count` images without values, in the memory format of the loader's."""
-        b, m, (h, w) = count, self.spec.max_boxes, self.data.image_size
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
-
-        return Batch(
-            images=empty(b, h, w, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
-            boxes=empty(b, m, 4),
-            labels=empty(b, m, dtype=torch.int64),
-            valid=empty(b, m, dtype=torch.bool),
-            resized_size=empty(b, 2, dtype=torch.int32),
-            scale=empty(b, 2),
-            original_size=empty(b, 2, dtype=torch.int32),
-            image_index=empty(b, dtype=torch.int64),
-            rand=empty(b, NUM_RAND),
-        )
+        return fake_accelerator.empty_batch(count, self.spec.max_boxes, self.data.image_size, self.device.torch_device)
 
 
 def _convolution_backward_flop(grad_out: Any, x: Any, w: Any, *others: Any, out_shape: Any) -> int:  # noqa: ARG001
@@ -297,7 +279,7 @@ def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) ->
 
 
 def _touched_bytes(tensor: Tensor) -> float:
-    """Of the elements that exist: an expanded dimension has one."""
+    """Bytes of the elements that exist: an expanded dimension has one."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return float(math.prod(sizes) * tensor.element_size())
 
@@ -306,8 +288,6 @@ def _touched_bytes(tensor: Tensor) -> float:
 
 
 class TraceResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace, or why there is none."""
-
     trace: StepTrace | None = None
     error: str = ""
 
@@ -347,12 +327,10 @@ MAX_FILES = 256
 
 
 class TracedStep(NamedTuple):
-    """What is traced."""
-
     spec: StepSpec
     batch_size: int
     memory_bytes: int
-    """Of the accelerator, by which losses and matchers choose the size of their blocks; of a CPU 0."""
+    """Memory of the accelerator, by which losses and matchers choose the size of their blocks; of a CPU 0."""
 
     def key(self) -> str:
         """Devices whose losses and matchers work in blocks of the same size share it."""
@@ -362,8 +340,6 @@ class TracedStep(NamedTuple):
 
 
 class Traces:
-    """The traces that a plan needs."""
-
     def __init__(self) -> None:
         self._found: dict[str, TraceResult] = {}
 
@@ -414,17 +390,17 @@ def trace_steps(steps: Sequence[TracedStep]) -> list[TraceResult]:
 
 @functools.cache
 def _newest_file() -> int:
-    """Its time of modification, in nanoseconds."""
+    """The time at which stoker's newest file was modified, in nanoseconds."""
     return max(file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py"))
 
 
 def folder() -> Path:
-    """Of the files, which need not exist."""
+    """The folder of the files, which need not exist."""
     return cache_folder() / "step-traces"
 
 
 def read(key: str) -> StepTrace | None:
-    """None if there is no file, or a damaged one."""
+    """The trace; None if there is no file, or a damaged one."""
     try:
         return msgspec.json.decode((folder() / f"{key}.json").read_bytes(), type=StepTrace)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

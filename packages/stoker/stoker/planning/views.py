@@ -29,7 +29,6 @@ _STYLE = (
 
 
 def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Prints the plan."""
     print_renderables(_lines(plan), file, width=width)
 
 

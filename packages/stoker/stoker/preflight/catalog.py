@@ -25,8 +25,6 @@ from stoker_watch.storage.failures import caused_by
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The texts of a finding."""
-
     title: str
     evidence: str = ""
     fix: str = ""
@@ -72,20 +70,18 @@ def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
-
     code: int
     output: str
     errors: str
 
     @property
     def last_line(self) -> str:
-        """Of the output, which is JSON if all went well."""
+        """The last line of the output, which is JSON if all went well."""
         return next(iter(self.output.strip().splitlines()[-1:]), "")
 
     @property
     def reason(self) -> str:
-        """Of a failure: the exit code and the last line of the errors."""
+        """Why it failed: the exit code and the last line of the errors."""
         return f"exit code {self.code}: {next(iter(self.errors.strip().splitlines()[-1:]), 'no output')}"
 
 

@@ -57,8 +57,6 @@ BUCKET_PROGRAMS = ("gcsfuse", "s3", "goofys", "rclone", "geesefs")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRate:
-    """What was measured."""
-
     images: int
     total_bytes: int
     seconds: float

@@ -51,7 +51,7 @@ TRIAL_TIMEOUT_S = 30.0
 GPUs that are not in persistence mode 20 s."""
 IMPORTING = "importing torch"
 TRIAL_SECONDS, DEEP_TRIAL_SECONDS = 0.3, 20.0
-"""Of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
+"""Seconds of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
 SHORT_DRIVER_TIMEOUT_S = 1.5
 TENSORFLOW_TIMEOUT_S = 20.0
 TENSORFLOW_PROGRAM = (

@@ -32,9 +32,9 @@ from stoker_watch.errors import StokerError
 from stoker_watch.findings.finding import Finding, Severity
 
 JOIN_S = 15.0
-"""For the other ranks to come: they are started by the same launcher, some seconds apart."""
+"""Seconds for the other ranks to come: they are started by the same launcher, some seconds apart."""
 START_S = 15.0
-"""To import torch, on a slow disk."""
+"""Seconds to import torch, on a slow disk."""
 CONNECT_S = 3.0
 MAX_BYTES = 64 * 2**20
 """Per all-reduce: between DistributedDataParallel's buckets (25 MB) and all gradients of RetinaNet-R50 (136 MB)."""
@@ -76,19 +76,17 @@ class JobRank(Protocol):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured."""
-
     backend: str
     device: str
     """For users: NVIDIA A100-SXM4-40GB, or cpu."""
     world_size: int
     latency_s: float
-    """Median time of an all-reduce of one number."""
+    """Median seconds of an all-reduce of one number."""
     size_bytes: int
-    """Of each large all-reduce."""
+    """Bytes of each large all-reduce."""
     count: int
     seconds: float
-    """Of all large ones together."""
+    """Seconds of all large ones together."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -272,7 +270,6 @@ def _measure(place: JobRank, seconds: float, join_s: float, env: Mapping[str, st
 
 
 def _search_reason(place: JobRank, address: str | None, message: str) -> Finding:
-    """Why the ranks did not meet."""
     where = f"{place.host}:{place.port}"
     name = f"rank {place.rank} of {place.world_size} ({place.source})"
     if address is None:
@@ -319,7 +316,6 @@ def measure(device: Device, seconds: float) -> Measurement:
     """What this rank measures in about so many seconds, in the process group that it is in; all ranks call it."""
 
     def agreed(value: float) -> int:
-        """The value of rank 0."""
         tensor = torch.tensor([value], dtype=torch.float32, device=device.torch_device)
         dist.broadcast(tensor, src=0)
         return int(tensor.item())

@@ -32,7 +32,6 @@ def require_meant_device(
 
 
 def as_error(finding: Finding) -> PreflightError:
-    """A blocker as an error."""
     what = finding.title[:1].upper() + finding.title[1:] + "."
     return PreflightError(what, location=finding.place or None, cause=finding.evidence_text, fix=finding.fix or None)
 

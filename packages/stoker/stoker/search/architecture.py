@@ -57,7 +57,7 @@ PARTS: dict[str, tuple[int, int] | tuple[str, ...]] = {
 }  # fmt: skip
 """Part → its choices, or its lowest and highest number."""
 BASE = {"block": "csp", "width": 16, "depth": 1, "neck": 64, "head_depth": 2}
-"""ember_n, trial 0."""
+"""The network ember_n, which is trial 0."""
 POPULATION = 10
 """Networks of a generation of NSGA-II."""
 CALIBRATION_BATCHES = 4
@@ -237,8 +237,6 @@ def resize_batch(batch: Batch, side: int) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class ArchitectureSearch:
-    """What the search works on."""
-
     resolved: ResolvedRun
     space: Space
     folder: Path
@@ -375,7 +373,7 @@ class Scores:
         return Outcome({"ap": self._ap(model, self._setting.image_size(side)), **costs}, (), 0)
 
     def costs(self, network: EmberNetwork, image_size: tuple[int, int]) -> dict[str, float]:
-        """Of the table; measured where it has none."""
+        """The costs in the table; measured where it has none."""
         key = f"{network.name()} {image_size[0]}x{image_size[1]}"
         if key not in self._costs:
             self._costs[key] = measure_costs(network, image_size, self._net)

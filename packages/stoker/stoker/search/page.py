@@ -39,7 +39,6 @@ def render_study(study: Study) -> str:
 
 
 def study_json(study: Study) -> dict[str, Any]:
-    """What the page shows, as data."""
     spec, trials = study.spec, study.trials()
     return {
         "study": spec,

@@ -43,7 +43,7 @@ from stoker_watch.storage.uri import is_uri
 OBJECTIVES: dict[str, Metric] = {"ap": "ap", "latency": "latency_ms", "step_time": "step_s", "memory": "memory_gib"}
 LAUNCHERS = ("local", "slurm", "ray")
 MAX_RESTARTS = 3
-"""Of each worker of this machine that was killed or crashed."""
+"""Restarts of a worker of this machine that was killed or crashed."""
 POLL_S = 0.5
 
 

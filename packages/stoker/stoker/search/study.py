@@ -46,10 +46,10 @@ warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning
 
 STUDY, JOURNAL, TRIALS, LOCKS, PAGE = "study.json", "journal.log", "trials", "locks", "report.html"
 NAME = "search"
-"""Of the study in the journal."""
+"""Name of the study in the journal."""
 PRUNERS = ("none", "halving", "hyperband")
 REDUCTION = 3
-"""Of three trials at a rung, one goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
+"""One of three trials at a rung goes on (Li et al., Hyperband, JMLR 2018, recommend 3 or 4)."""
 RUNGS = 9
 """Evaluations of a trial where the user sets no interval: rungs are at 1/9 and 1/3 of it, so a pruned trial costs about
 a third at the most."""
@@ -61,9 +61,9 @@ MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
 MAX_SPEC_BYTES, MAX_JOURNAL_BYTES = 1 << 20, 1 << 23
-"""Of study.json; of the journal, which has about 2 kB a trial and takes a hundred times its size in memory."""
+"""Size of study.json, and of the journal, which has about 2 kB a trial and takes a hundred times its size in memory."""
 TRIAL_BYTES, EVALUATION_BYTES = 1_000, 140
-"""Of the journal, measured: for a trial, besides its parameters; for each of its evaluations."""
+"""Bytes of the journal, measured: for a trial, besides its parameters; for each of its evaluations."""
 _Count = Annotated[int, msgspec.Meta(ge=1, le=5_000)]
 _DAMAGED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, msgspec.DecodeError)
 
@@ -75,7 +75,7 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """By `digest_data`."""
     settings: dict[str, Any]
-    """Of all trials, as the user set them."""
+    """Settings of all trials, as the user set them."""
     defaults: dict[str, Any]
     """What trial 0 tries: derived values, of the settings whose range contains them."""
     space: Space
@@ -84,7 +84,7 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     objectives: Annotated[list[Metric], msgspec.Meta(min_length=1, max_length=2)]
     pruner: Literal["none", "halving", "hyperband"]
     evaluations: _Count
-    """Of a full trial, for the pruner."""
+    """Evaluations of a full trial, for the pruner."""
     seed: int
     sampler: Literal["tpe", "nsga2"] = "tpe"
     """nsga2: for networks (Deb et al. 2002); a round is a generation."""
@@ -98,8 +98,6 @@ class Claim(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a trial ended."""
-
     metrics: Mapping[str, float]
     history: Sequence[float]
     """AP of each evaluation, ascending in step."""
@@ -209,8 +207,6 @@ def holding(path: Path) -> Iterator[None]:
 
 
 class Study:
-    """A study in its folder."""
-
     def __init__(self, folder: Path) -> None:
         """Writes nothing. Raises UsageError if there is none."""
         self.folder = folder
@@ -347,7 +343,7 @@ def create(folder: Path, spec: StudySpec) -> StudySpec:
 
 
 def digest_data(index: Index) -> str:
-    """Of the images and boxes for training and validation."""
+    """The digest of the images and boxes for training and validation."""
     return blake2b(digest_images(index, ("train", "val")).encode(), digest_size=16).hexdigest()
 
 

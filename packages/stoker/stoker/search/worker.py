@@ -130,7 +130,6 @@ def measure_latency_ms(run: Path, device: str | None) -> float:
 
 
 def describe(trial: "FrozenTrial") -> str:
-    """One line for the screen."""
     values = ", ".join(f"{name} {fmt.setting(value)}" for name, value in trial.params.items())
     metrics = trial.user_attrs.get("metrics", {})
     ap = f"AP {metrics['ap']:.3f}" if "ap" in metrics else trial.user_attrs.get("failure", "").partition("\n")[0]

@@ -60,7 +60,7 @@ class Copy(NamedTuple):
     """A COPY or ADD."""
 
     origin: str | None
-    """Of `--from`."""
+    """The name in `--from`."""
     sources: tuple[str, ...]
     target: str
 
@@ -97,7 +97,7 @@ class Instruction:
         return found
 
     def exec_form(self) -> list[Word]:
-        """Empty for every other form."""
+        """The words of the exec form; empty for every other form."""
         try:
             words = json.loads(self.text) if self.text.lstrip().startswith("[") else []
         except (ValueError, RecursionError):
@@ -259,11 +259,9 @@ class Cuda:
 
 @dataclass
 class Image:
-    """What is known."""
-
     base: str = ""
     place: str = ""
-    """Of FROM."""
+    """FILE:LINE of FROM."""
     file: str = ""
     without_cuda: bool = False
     """The base image is known to have none."""
@@ -294,7 +292,7 @@ class Image:
     read_files: set[Path] = field(default_factory=set)
 
     def get(self, *names: str) -> Package | None:
-        """Of the first of these packages that is there, the last request that the version before it does not meet."""
+        """The last request for the first of these packages that is there, where the version before does not meet it."""
         for name in names:
             current: Package | None = None
             for package in self.packages:
@@ -378,7 +376,7 @@ class _Reader:
         self.given = given
         self.image = Image(self.stage.image, f"{path}:{self.stage.line}", str(path), environment=self.stage.environment)
         self.channels: set[str] = set()
-        """Of conda's configuration."""
+        """Channels of conda's configuration."""
 
     def read(self) -> Image:
         image = self.image

@@ -63,7 +63,6 @@ class Package:
     place: str
     """FILE:LINE."""
     text: str
-    """As it is written."""
     extras: frozenset[str] = frozenset()
     source: str = "pip"
     """pip, conda, or image: it was there before."""
@@ -105,8 +104,6 @@ class Package:
 
 @dataclasses.dataclass
 class Requested:
-    """What a file asks for."""
-
     packages: list[Package] = dataclasses.field(default_factory=list)
     python: Minor | None = None
     missing: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)

@@ -499,7 +499,7 @@ def _host_syncs(source: Source) -> Iterator[Finding]:
 
 
 def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
-    """The innermost loop of the same function."""
+    """The innermost loop around a node, in the same function."""
     parent = next((parent for parent, _ in source.ancestors(node) if isinstance(parent, (_Loop, Function))), None)
     return parent if isinstance(parent, _Loop) else None
 
