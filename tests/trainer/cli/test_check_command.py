@@ -69,7 +69,7 @@ def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CheckReque
             findings=found, probes=[ProbeTime(probe="gpu", seconds=1.0, complete=True)], seconds=4.2
         )  # fmt: skip
 
-    monkeypatch.setattr(checking, "check", stand_in)
+    monkeypatch.setattr(checking, "run_checks", stand_in)
     monkeypatch.chdir(tmp_path)
     return seen
 

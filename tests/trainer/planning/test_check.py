@@ -22,7 +22,7 @@ from stoker.planning.check import (
     MemoryFitResult,
     Prober,
     ask_memory_fit,
-    check,
+    run_checks,
 )
 from stoker.preflight.catalog import Ended, make_finding, run_program
 from stoker_watch.errors import ConfigError
@@ -90,14 +90,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
 
 
 def test_only_files(asked: dict[str, dict[str, object]]):
-    report = check(CheckRequest(dockerfile=Path("Dockerfile")))
+    report = run_checks(CheckRequest(dockerfile=Path("Dockerfile")))
     assert set(asked) == {"check_sources"}
     assert asked["check_sources"]["dockerfile"] == Path("Dockerfile")
     assert not report.blocked
 
 
 def test_without_data_the_machine_is_checked(asked: dict[str, dict[str, object]]):
-    check(CheckRequest())
+    run_checks(CheckRequest())
     assert set(asked) == {
         "check_network",
         "check_gpu",
@@ -115,7 +115,7 @@ def test_the_speed_that_was_measured_is_what_loader_and_cores_are_compared_with(
     asked: dict[str, dict[str, object]], tmp_path: Path
 ):
     config = from_fields({"data": draw(tmp_path / "drawn", train=4, val=2)})
-    report = check(CheckRequest(config=config, run_dir="gs://bucket/run"))
+    report = run_checks(CheckRequest(config=config, run_dir="gs://bucket/run"))
     assert asked["check_data_path"]["demand_images_per_s"] == 410.0
     assert asked["check_data_path"]["demand_text"] == "retinanet_resnet50_fpn on NVIDIA L4 takes"
     (host,) = asked["check_host"]["positional"]  # type: ignore[misc]
@@ -152,7 +152,7 @@ def test_a_batch_that_does_not_fit(
 
     monkeypatch.setattr(checking, "ask_memory_fit", ask_memory_fit)
     monkeypatch.setattr(checking, "run_program", stand_in)
-    report = check(CheckRequest(config=from_fields({"data": draw(tmp_path / "drawn", train=4, val=2)})))
+    report = run_checks(CheckRequest(config=from_fields({"data": draw(tmp_path / "drawn", train=4, val=2)})))
     found = {finding.id: finding for finding in report.findings}
     assert found[id].severity == severity
     assert report.blocked is (severity == "blocker")
@@ -194,7 +194,7 @@ def test_a_program_that_ends_and_one_that_does_not():
 
 
 def test_data_that_a_training_would_refuse(asked: dict[str, dict[str, object]], tmp_path: Path):
-    report = check(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
+    report = run_checks(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
     finding = report.findings[0]
     assert (finding.id, finding.severity) == ("data", "blocker")
     assert "absent" in finding.place
@@ -204,13 +204,13 @@ def test_data_that_a_training_would_refuse(asked: dict[str, dict[str, object]], 
 def test_data_without_images_to_train_on(asked: dict[str, dict[str, object]], tmp_path: Path):
     folder = draw(tmp_path / "drawn", train=4, val=2)
     (folder / "train").rename(folder / "test")
-    report = check(CheckRequest(config=from_fields({"data": folder})))
+    report = run_checks(CheckRequest(config=from_fields({"data": folder})))
     assert [finding.id for finding in report.findings if finding.severity == "blocker"] == ["data"]
     assert "check_data_path" not in asked
 
 
 def test_data_that_cannot_be_read_is_one_blocker(asked: dict[str, dict[str, object]], tmp_path: Path):
-    report = check(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
+    report = run_checks(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
     assert [finding.id for finding in report.findings if finding.severity == "blocker"] == ["data"]
     assert "check_host" in asked
 

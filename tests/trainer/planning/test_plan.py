@@ -206,7 +206,7 @@ def test_page(data: Path, tmp_path: Path) -> None:
     page = html(msgspec.structs.replace(result, data="<script>alert(1)</script>"))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page
-    assert "a2-highgpu-1g spot" in page.partition("Plotly.newPlot(")[2].partition("</script>")[0]
+    assert "a2-highgpu-1g spot" in page.partition('id="charts">')[2].partition("</script>")[0]
     write_page(result, tmp_path / "new" / "plan.html")
     assert (tmp_path / "new" / "plan.html").stat().st_size > 10_000
     html(plan(data, on=["this"]))  # nothing is drawn

@@ -19,9 +19,9 @@ GIB = 2**30
 
 def test_what_is_kept_is_found_again() -> None:
     key = TracedStep(make_spec(), 4, 0).key()
-    assert traces.read(key) is None
-    traces.write(key, TRACE)
-    assert traces.read(key) == TRACE
+    assert traces.read_trace(key) is None
+    traces.write_trace(key, TRACE)
+    assert traces.read_trace(key) == TRACE
 
 
 def test_a_step_is_known_by_all_that_it_depends_on() -> None:
@@ -41,22 +41,22 @@ def test_a_step_is_known_by_all_that_it_depends_on() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[" * 100_000, msgspec.json.encode(TRACE)[:-9]])
 def test_a_damaged_file_is_no_trace(content: bytes) -> None:
-    traces.write("key", TRACE)
-    (traces.folder() / "key.json").write_bytes(content)
-    assert traces.read("key") is None
-    traces.write("key", TRACE)
-    assert traces.read("key") == TRACE
+    traces.write_trace("key", TRACE)
+    (traces.trace_folder() / "key.json").write_bytes(content)
+    assert traces.read_trace("key") is None
+    traces.write_trace("key", TRACE)
+    assert traces.read_trace("key") == TRACE
 
 
 def test_the_oldest_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "MAX_FILES", 3)
     for number in range(5):
-        traces.write(f"{number}", TRACE)
-        os.utime(traces.folder() / f"{number}.json", (number, number))
-    assert {file.stem for file in traces.folder().iterdir()} == {"2", "3", "4"}
+        traces.write_trace(f"{number}", TRACE)
+        os.utime(traces.trace_folder() / f"{number}.json", (number, number))
+    assert {file.stem for file in traces.trace_folder().iterdir()} == {"2", "3", "4"}
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CACHE_DIR", "/proc/nowhere")
-    traces.write("key", TRACE)
-    assert traces.read("key") is None
+    traces.write_trace("key", TRACE)
+    assert traces.read_trace("key") is None

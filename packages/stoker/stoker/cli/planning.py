@@ -49,8 +49,7 @@ def check(
 
     with quick_imports():
         from stoker.config.settings import check_config
-        from stoker.planning.check import CheckRequest
-        from stoker.planning.check import check as run_checks
+        from stoker.planning.check import CheckRequest, run_checks
         from stoker.training.run_selection import with_absolute_paths
         from stoker_watch.report.findings_terminal import print_findings
 

@@ -112,16 +112,9 @@ class Kubernetes(LaunchPlace):
         names = {row.get("type") for row in conditions}
         if names & {"Complete", "Completed", "Failed"}:
             state = "failed" if "Failed" in names else "succeeded"
-        # The newest condition with its reason, the phases of the pods, and what containers wait for.
-        parts = []
-        for newest in conditions[-1:]:
-            detail = ": ".join(part for part in (newest.get("reason"), newest.get("message")) if part)
-            parts.append(f"{newest.get('type')} ({detail})" if detail else str(newest.get("type")))
-        parts += [f"{phases.count(phase)} pods {phase}" for phase in dict.fromkeys(phases)]
-        parts += sorted({row.state.waiting.reason for row in rows if row.state.waiting is not None} - {None})
         return JobStatus(
             state=state,
-            text=", ".join(parts) or "no pods yet",
+            text=", ".join(_explain(conditions, phases, rows)) or "no pods yet",
             nodes=tuple(sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})),
             restarts=status.get("restarts", status.get("failed", 0)),
             exit_code=None if last is None else int(last.exit_code),
@@ -146,6 +139,15 @@ class Kubernetes(LaunchPlace):
         cluster.delete()
         if cluster.kind == "job":
             cluster.delete_service()
+
+
+def _explain(conditions: list[Any], phases: list[str], containers: list[Any]) -> Iterator[str]:
+    """The newest condition with its reason, the phases of the pods, and what containers wait for."""
+    for newest in conditions[-1:]:
+        detail = ": ".join(part for part in (newest.get("reason"), newest.get("message")) if part)
+        yield f"{newest.get('type')} ({detail})" if detail else str(newest.get("type"))
+    yield from (f"{phases.count(phase)} pods {phase}" for phase in dict.fromkeys(phases))
+    yield from sorted({row.state.waiting.reason for row in containers if row.state.waiting is not None} - {None})
 
 
 def _check_mig_slice(name: str, accelerator: str | None) -> None:

@@ -73,17 +73,7 @@ def make_spec(
     tpu = None if request.tpu is None else _find_tpu(request, place, on_cpu=on_cpu)
     if tpu is not None:
         settings, on_cpu = (*settings, "--device", "tpu"), True
-    devices, cpus, memory_gib = request.devices, request.cpus, request.memory
-    if devices is None:
-        devices = 1 if machine is None or on_cpu else machine.gpus
-    if devices < 1:
-        raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
-    if cpus is None and machine is not None:
-        cpus = int(machine.vcpus)
-    elif cpus is None:
-        cpus = devices if on_cpu and tpu is None else CPUS_PER_GPU * devices
-    if memory_gib is None:
-        memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
+    devices, cpus, memory_gib = _size_of_node(request, machine, on_cpu=on_cpu and tpu is None, has_tpu=tpu is not None)
     target = ("--run-dir" if request.resume is None else "--resume", run_dir)
     several = ("--devices", str(devices)) if devices > 1 else ()
     return LaunchSpec(
@@ -109,6 +99,23 @@ def make_spec(
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
         **{name: getattr(request, name) for name in ("gpu", "machine_type", "image", "spot", "restarts")},
     )
+
+
+def _size_of_node(
+    request: LaunchRequest, machine: Machine | None, *, on_cpu: bool, has_tpu: bool
+) -> tuple[int, int, float]:
+    """(devices, CPUs, GiB of memory) of each node: as asked for, else those of the machine. Raises UsageError."""
+    of_machine = 1 if machine is None or on_cpu or has_tpu else machine.gpus
+    devices = of_machine if request.devices is None else request.devices
+    if devices < 1:
+        raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
+    if machine is not None:
+        cpus, memory_gib = int(machine.vcpus), SYSTEM_MEMORY_FRACTION * machine.memory_gib
+    else:
+        cpus = devices if on_cpu else CPUS_PER_GPU * devices
+        memory_gib = GIB_PER_CPU * (cpus if request.cpus is None else request.cpus)
+    chosen_cpus = cpus if request.cpus is None else request.cpus
+    return devices, chosen_cpus, memory_gib if request.memory is None else request.memory
 
 
 def refuse_settings_of_run(run: str, chosen: Iterable[str], settings: tuple[str, ...]) -> None:

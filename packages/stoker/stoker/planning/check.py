@@ -137,7 +137,7 @@ class Prober:
         self.times.append(ProbeTime(probe=name, seconds=time.monotonic() - start_s, complete=is_complete))
 
 
-def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
+def run_checks(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
     """Asks all probes that apply. on_probe: called with the name of each one before it is asked."""
     start_s = time.monotonic()
     total_s, factor = (DEEP_TOTAL_S, DEEP_FACTOR) if request.deep else (TOTAL_S, 1)

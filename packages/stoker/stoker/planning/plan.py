@@ -6,7 +6,7 @@ Opens the data, derives the training as `stoker train` would on a GPU, predicts 
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +85,10 @@ def make_plan(
     own_device = select_device(user_config.run.device)
     this = this_machine(own_device, user_config.run.price_per_device_hour)
     tpus = [listed_slices()[name.lower()] for name in on if name.lower() in listed_slices()]
-    others = [name for name in on if name.lower() not in listed_slices()]
-    if tpus and not others:
-        others = [this.name] if this is not None else [next(iter(table))]
-    notes, wants_cpu = list[str](), own_device.is_cpu and user_config.run.device is not None
-    if wants_cpu and not others:
-        others = [THIS_MACHINE]
-        notes.append("--device cpu: only this machine is planned; those of the table are rented for their GPUs")
-    machines = choose_machines(others, machines=table, this=this)
-    with_gpu = [machine.name for machine in machines if machine.accelerator != "cpu"]
-    if wants_cpu and with_gpu:
-        what = f"--device {user_config.run.device} would leave the GPU of {', '.join(with_gpu)} unused."
-        cause = "a plan for such a machine is one for its GPU"
-        raise UsageError(what, cause=cause, fix="leave out --device; or --on this: the CPU of this machine")
-    has_gpu = bool(with_gpu)
+    machines, notes = _choose(
+        user_config, [name for name in on if name.lower() not in listed_slices()], table, this, tpus
+    )
+    has_gpu = any(machine.accelerator != "cpu" for machine in machines)
     index = open_index_of(user_config.data)
     if "train" not in index.splits:
         raise DataError("The data set has no train split.", location=index.source, choices=index.splits)
@@ -114,20 +104,12 @@ def make_plan(
         fix = "the GPUs of a machine, or a multiple of them for several machines"
         raise UsageError(f"--gpus {' '.join(map(str, gpus))} does not fit the machines.", choices=choices, fix=fix)
     rows = _predict(placements, config, index, job)
-    for source in dict.fromkeys(row.step_source for row in rows):
-        accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
-        notes.append(f"time of a step on {', '.join(accelerators)}: {source}")
     epochs = job.images_seen / job.num_images
     recommendation = recommend(rows, limits)
     height, width = config.data.image_size
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
-    if chosen is not None and chosen.sync_reason:
-        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/devices.md: what it costs)")
-    if tpus:
-        notes.append(
-            "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"
-        )
+    notes += _notes(rows, chosen, tpus)
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes += ["the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: `--on this` plans it"]
     return Plan(
@@ -154,6 +136,41 @@ def make_plan(
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),
         notes=notes,
     )
+
+
+def _choose(
+    user_config: Config,
+    names: list[str],
+    table: Mapping[str, Machine],
+    this: Machine | None,
+    tpus: Sequence[TpuSlice],
+) -> tuple[list[Machine], list[str]]:
+    """(the machines to plan for, a note). names: those that the user named, without TPUs."""
+    notes, device = list[str](), user_config.run.device
+    wants_cpu = (device or "").partition(":")[0] == "cpu"
+    if tpus and not names:
+        names = [this.name] if this is not None else [next(iter(table))]
+    if wants_cpu and not names:
+        names = [THIS_MACHINE]
+        notes.append("--device cpu: only this machine is planned; those of the table are rented for their GPUs")
+    machines = choose_machines(names, machines=table, this=this)
+    with_gpu = [machine.name for machine in machines if machine.accelerator != "cpu"]
+    if wants_cpu and with_gpu:
+        what = f"--device {device} would leave the GPU of {', '.join(with_gpu)} unused."
+        cause = "a plan for such a machine is one for its GPU"
+        raise UsageError(what, cause=cause, fix="leave out --device; or --on this: the CPU of this machine")
+    return machines, notes
+
+
+def _notes(rows: Sequence[MachinePlan], chosen: MachinePlan | None, tpus: Sequence[TpuSlice]) -> Iterator[str]:
+    """What the times rest on, and what is not predicted."""
+    for source in dict.fromkeys(row.step_source for row in rows):
+        accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
+        yield f"time of a step on {', '.join(accelerators)}: {source}"
+    if chosen is not None and chosen.sync_reason:
+        yield f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason} (docs/devices.md: what it costs)"
+    if tpus:
+        yield "TPUs: times are not predicted, and none was measured; one chip of a slice trains (docs/gpu-status.md)"
 
 
 def _job(config: Config, index: Index) -> TrainingJob:

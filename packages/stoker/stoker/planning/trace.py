@@ -346,7 +346,7 @@ class Traces:
     def add(self, steps: Iterable[TracedStep]) -> None:
         """Traces what is not traced yet, now or earlier, in two processes at a time."""
         missing = {key: step for step in steps if (key := step.key()) not in self._found}
-        self._found |= {key: TraceResult(trace=trace) for key in missing if (trace := read(key)) is not None}
+        self._found |= {key: TraceResult(trace=trace) for key in missing if (trace := read_trace(key)) is not None}
         by_spec: dict[bytes, list[str]] = {}  # the steps of one model are traced by the same process, which keeps it
         for key, step in missing.items():
             if key not in self._found:
@@ -360,7 +360,7 @@ class Traces:
                 for key, answer in zip(keys, answers, strict=True):
                     self._found[key] = answer
                     if answer.trace is not None:
-                        write(key, answer.trace)
+                        write_trace(key, answer.trace)
 
     def get(self, step: TracedStep) -> StepTrace:
         """Raises StokerError where the step could not be traced."""
@@ -394,24 +394,24 @@ def _newest_file() -> int:
     return max(file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py"))
 
 
-def folder() -> Path:
+def trace_folder() -> Path:
     """The folder of the files, which need not exist."""
     return cache_folder() / "step-traces"
 
 
-def read(key: str) -> StepTrace | None:
+def read_trace(key: str) -> StepTrace | None:
     """The trace; None if there is no file, or a damaged one."""
     try:
-        return msgspec.json.decode((folder() / f"{key}.json").read_bytes(), type=StepTrace)
+        return msgspec.json.decode((trace_folder() / f"{key}.json").read_bytes(), type=StepTrace)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def write(key: str, trace: StepTrace) -> None:
+def write_trace(key: str, trace: StepTrace) -> None:
     """Keeps a trace, if the cache folder can be written."""
     with contextlib.suppress(OSError):  # it is read-only or full: the trace is worth having without
-        folder().mkdir(parents=True, exist_ok=True)
-        write_atomic(folder() / f"{key}.json", msgspec.json.encode(trace), durable=False)
-        files = sorted(folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        trace_folder().mkdir(parents=True, exist_ok=True)
+        write_atomic(trace_folder() / f"{key}.json", msgspec.json.encode(trace), durable=False)
+        files = sorted(trace_folder().glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-MAX_FILES]:
             file.unlink(missing_ok=True)

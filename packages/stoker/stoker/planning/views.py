@@ -1,6 +1,7 @@
 """Shows what `stoker plan` found: in the terminal, and in an HTML page with all machines and cost against time."""
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,21 +12,16 @@ from rich.text import Text
 from stoker.planning.machines import THIS_MACHINE, Estimate
 from stoker.planning.plan import Plan
 from stoker.planning.recommend import describe_cost, describe_duration
-from stoker_watch.errors import needs_package, writing
 from stoker_watch.report import console
 from stoker_watch.report import format as fmt
+from stoker_watch.report import html as report_page
 from stoker_watch.report.console import plain_text, print_renderables
-from stoker_watch.report.page.markup import Markup, escape, join, table, tag
-from stoker_watch.storage.local_files import write_atomic
+from stoker_watch.report.page import charts as draw
+from stoker_watch.report.page.markup import Markup
 
 _LIMITS = {"memory": "memory bandwidth", "launches": "kernel launches"}
 MAX_ROWS = 12
 """Machines that are printed; `--json` and `--html` have all."""
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;width:100%}th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd}"
-    ".n{text-align:right}.hidden{position:absolute;left:-999rem}"
-)
 
 
 def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = None) -> None:
@@ -122,58 +118,34 @@ def _recommendation(plan: Plan, shown: Sequence[int]) -> Iterator[RenderableType
 
 
 def write_page(plan: Plan, path: Path) -> None:
-    """Writes the recommendation, the drawing and a table of all machines. Raises StorageError."""
-    with writing("The page cannot be written.", path, fix="choose another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, html(plan).encode())
+    """Writes the recommendation, the chart and a table of all machines. Raises StorageError."""
+    report_page.write_page(html(plan), path)
 
 
 def html(plan: Plan) -> str:
-    found = plan.recommendation
     cells = [
         (row.label, f"{row.img_per_s.expected:,.0f}", f"{100 * row.utilization.expected:.0f} %", row.limited_by,
          row.sync or "", describe_duration(row.duration_s), describe_cost(row.cost), verdict.reason)
-        for row, verdict in zip(plan.rows, found.verdicts, strict=True)
+        for row, verdict in zip(plan.rows, plan.recommendation.verdicts, strict=True)
     ]  # fmt: skip
     head = ("machine", "img/s", "busy", "limited by", "--sync", "time", "cost", "why")
-    body = join(
-        tag("h1", f"Plan: {plan.data}"),
-        [tag("p", sentence) for sentence in plan.job],
-        tag("p", tag("b", found.summary if found.choice is None else f"Recommended: {found.summary}")),
-        tag("ul", [tag("li", sentence) for sentence in (*found.reasons, *found.changes)]),
-        _drawing(plan),
-        table("Machines", head, cells, right=(1, 2), hidden=True),
-        [] if plan.command is None else tag("p", tag("code", plan.command)),
-        tag("p", f"Prices: {plan.prices}."),
-    )
-    title = tag("title", f"{plan.data} · stoker plan")
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{title}\n<style>{_STYLE}</style>\n'
-        f"</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
+    charts, template = draw.Charts(), Path(__file__).with_name("plan.html")
+    values = {"plan": plan, "heads": head, "rows": cells, "drawing": _drawing(plan, charts)}
+    json_command = f"stoker plan {shlex.quote(plan.data)} --json"
+    return report_page.render_template(template, plan.data, json_command, charts=charts, **values)
 
 
-def _drawing(plan: Plan) -> Markup:
+def _drawing(plan: Plan, charts: draw.Charts) -> Markup | None:
     """Cost against hours, with bands, of the machines that have a price and memory enough; the limits are lines."""
-    with needs_package("plotly", "--html"):
-        from plotly.offline import plot
     rows = [(k, row, row.cost) for k, row in enumerate(plan.rows) if row.cost is not None and not row.problem]
+    if not rows:
+        return None
     hours, costs = [row.duration_s.scaled(1 / 3600) for _, row, _ in rows], [cost for *_, cost in rows]
 
     def band(values: Iterable[Estimate]) -> dict[str, Any]:
-        high, low = zip(*((v.high - v.expected, v.expected - v.low) for v in values), strict=True) if rows else ((), ())
+        high, low = zip(*((v.high - v.expected, v.expected - v.low) for v in values), strict=True)
         return {"type": "data", "symmetric": False, "array": high, "arrayminus": low, "thickness": 1}
 
-    machines = {
-        "mode": "markers+text",
-        "x": [value.expected for value in hours],
-        "y": [value.expected for value in costs],
-        "error_x": band(hours),
-        "error_y": band(costs),
-        "text": [str(escape(row.label)) for _, row, _ in rows],
-        "textposition": "top right",
-        "marker": {"color": ["#2563eb" if k == plan.recommendation.choice else "#6b7280" for k, *_ in rows], "size": 9},
-    }
     line = {"type": "line", "line": {"color": "#c2410c", "dash": "dash"}}
     shapes = []
     if plan.limits.by_s is not None:
@@ -181,6 +153,16 @@ def _drawing(plan: Plan) -> Markup:
         shapes.append(line | {"x0": limit_h, "x1": limit_h, "yref": "paper", "y0": 0, "y1": 1})
     if plan.limits.budget is not None:
         shapes.append(line | {"y0": plan.limits.budget, "y1": plan.limits.budget, "xref": "paper", "x0": 0, "x1": 1})
-    axes = {"xaxis": {"type": "log", "title": "hours"}, "yaxis": {"type": "log", "title": "cost, US dollars"}}
-    layout = axes | {"shapes": shapes, "height": 520}
-    return Markup(plot({"data": [machines], "layout": layout}, output_type="div"))
+    machines = {
+        "mode": "markers+text",
+        "x": [value.expected for value in hours],
+        "y": [value.expected for value in costs],
+        "error_x": band(hours),
+        "error_y": band(costs),
+        "text": [draw.escape_name(row.label) for _, row, _ in rows],
+        "textposition": "top right",
+        "marker": {"color": [draw.color(k != plan.recommendation.choice) for k, *_ in rows], "size": 9},
+    }
+    log: dict[str, Any] = {"xaxis": {"type": "log"}, "yaxis": {"type": "log"}, "shapes": shapes}
+    description = "with bands from the good to the bad end; the limits are dashed"
+    return charts.add("Cost against time", description, [machines], height=520, x="hours", y="US dollars", **log)

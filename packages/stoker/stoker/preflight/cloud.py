@@ -28,8 +28,8 @@ from stoker_watch.storage.uri import StorageUri
 from stoker_watch.storage.web import open_url
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
-"""Seconds of a request: to a service of which nothing is known, and to one that has answered, or which the firmware or a
-variable names. A metadata service answers in milliseconds, unless the machine is overloaded."""
+"""Seconds of a request: to a service of which nothing is known, and to one that has answered, or which the firmware or
+a variable names. A metadata service answers in milliseconds, unless the machine is overloaded."""
 MAX_ANSWER_BYTES = 65536
 GOOGLE_HOST, AMAZON_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 FLAVOR = "Metadata-Flavor"

@@ -186,37 +186,35 @@ def silent_cpu(
     found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Finding:
     """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
-    shown = gpu_evidence(env, root)
-    evidence = "; ".join([f"torch {found.torch} finds no GPU", *shown])
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    shown, visible = gpu_evidence(env, root), env.get("CUDA_VISIBLE_DEVICES")
     files, module, container = device_files(root), kernel_driver(root), detect_container(env, root)
-    if found.accelerator not in (None, "cuda"):
-        return describe("accelerator_untested", name=found.accelerator, evidence=evidence)
-    if not shown:
-        return describe("no_gpu", evidence=evidence)
-    if found.cuda is None and found.rocm is None:
-        return describe("cpu_only_build", evidence=evidence)
-    if visible is not None and driver is not None and driver.num_gpus and not driver.gpus:
-        evidence += f"; the driver has {fmt.plural(driver.num_gpus, 'GPU')}"
-        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
-    if visible is not None and visible.strip() in ("", "-1"):
-        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
-    if driver is not None and driver.error == VERSION_MISMATCH:
-        return describe("driver_mismatch", evidence=f"{evidence}; {driver.reason}")
-    if container is not None and not files and not (root / WSL_LIBRARY).exists():
-        fix = CONTAINER_FIXES.get(container, "start it with `docker run --gpus all` (NVIDIA Container Toolkit)")
-        return describe("container_without_gpu", container=container, evidence=evidence, fix=fix)
-    if module is None and pci_gpus(root):
-        return describe("driver_missing", evidence=evidence)
-    version = (None if driver is None else driver.version) or module
-    if old := driver_is_too_old(found, version):
-        evidence = "; ".join(filter(None, (evidence, found.error)))
-        return describe("driver_old/cpu", old=old, evidence=evidence, fix=driver_fix(found))
-    evidence = "; ".join(filter(None, (evidence, found.error or (driver.reason if driver else None))))
-    if module is None and not files and (promised := promised_by(env)):
-        return describe("gpu_not_usable/promised", promised=promised, evidence=evidence)
-    fix = fix_for(found.error) or "`nvidia-smi` says what the driver finds"
-    return describe("gpu_not_usable/torch", evidence=evidence, fix=fix)
+    old, promised = driver_is_too_old(found, (driver and driver.version) or module), promised_by(env)
+    reason = found.error or (driver and driver.reason)
+    hides_all = visible is not None and driver is not None and driver.num_gpus and not driver.gpus
+    cases: tuple[tuple[object, str, str | None], ...] = (  # whether it holds, the finding, what else shows it
+        (found.accelerator not in (None, "cuda"), "accelerator_untested", ""),
+        (not shown, "no_gpu", ""),
+        (found.cuda is None and found.rocm is None, "cpu_only_build", ""),
+        (hides_all, "gpus_hidden", driver and f"the driver has {fmt.plural(driver.num_gpus, 'GPU')}"),
+        (visible is not None and visible.strip() in ("", "-1"), "gpus_hidden", ""),
+        (driver is not None and driver.error == VERSION_MISMATCH, "driver_mismatch", driver and driver.reason),
+        (container is not None and not files and not (root / WSL_LIBRARY).exists(), "container_without_gpu", ""),
+        (module is None and pci_gpus(root), "driver_missing", ""),
+        (old, "driver_old/cpu", found.error),
+        (module is None and not files and promised, "gpu_not_usable/promised", reason),
+        (True, "gpu_not_usable/torch", reason),
+    )
+    id, more = next((id, more) for holds, id, more in cases if holds)
+    docker = "start it with `docker run --gpus all` (NVIDIA Container Toolkit)"
+    fixes = {
+        "container_without_gpu": CONTAINER_FIXES.get(container or "", docker),
+        "driver_old/cpu": driver_fix(found),
+        "gpu_not_usable/torch": fix_for(found.error) or "`nvidia-smi` says what the driver finds",
+    }
+    evidence = "; ".join(filter(None, (f"torch {found.torch} finds no GPU", *shown, more)))
+    texts = {"name": found.accelerator, "visible": visible, "container": container, "old": old, "promised": promised}
+    place = "CUDA_VISIBLE_DEVICES" if id == "gpus_hidden" else ""
+    return describe(id, place, evidence=evidence, fix=fixes.get(id, ""), **texts)
 
 
 def check_tensorflow(

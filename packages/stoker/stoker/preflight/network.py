@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -182,30 +182,35 @@ def check_interfaces(
     interfaces: Sequence[Interface], route: str | None, env: Mapping[str, str], *, local: bool
 ) -> list[Finding]:
     """Which interfaces NCCL and gloo would take, against the one that leads to the other ranks. route: its address."""
-    names = [interface.name for interface in interfaces]
     routed = next((interface.name for interface in interfaces if interface.address == route), None)
     choice, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
     texts: dict[str, Any] = {
         "good": routed or "eth0", "routed": routed or "no known interface", "choice": choice or "(unset)",
-        "gloo": gloo or "(unset)",
+        "gloo": gloo or "(unset)", "name": socket.gethostname(),
         "present": ", ".join(f"{interface.name} {interface.address}" for interface in interfaces),
     }  # fmt: skip
-    findings: list[Finding] = []
-    chosen = nccl_interfaces(names, choice)
-    dead_ends = [name for name in chosen if name == "lo" or re.match(LINKS.virtual, name)]
-    if choice and not chosen:
-        findings.append(describe("rank_interface/none", "NCCL_SOCKET_IFNAME", **texts))
-    elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
-        severity: Severity = "blocker" if chosen == ["lo"] else "warning"
-        wrong = (dead_ends or chosen)[0]
-        findings.append(describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=severity, wrong=wrong, **texts))
+    names = [interface.name for interface in interfaces]
+    findings = [*_check_nccl(names, choice, routed, texts, local=local)]
     if any(name and name not in names for name in gloo.split(",")):
         findings.append(describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", **texts))
-    elif not gloo and not local and (own := resolve(socket.gethostname())) is not None and own.startswith("127."):
-        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), **texts))
+    elif not gloo and not local and (resolve(socket.gethostname()) or "").startswith("127."):
+        findings.append(describe("rank_interface/loopback", own=resolve(socket.gethostname()), **texts))
     if not findings and not local and routed is not None:
         findings.append(describe("rank_interface", **texts))
     return findings
+
+
+def _check_nccl(
+    names: list[str], choice: str, routed: str | None, texts: dict[str, Any], *, local: bool
+) -> Iterator[Finding]:
+    chosen = nccl_interfaces(names, choice)
+    dead_ends = [name for name in chosen if name == "lo" or re.match(LINKS.virtual, name)]
+    if choice and not chosen:
+        yield describe("rank_interface/none", "NCCL_SOCKET_IFNAME", **texts)
+    elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
+        severity: Severity = "blocker" if chosen == ["lo"] else "warning"
+        wrong = (dead_ends or chosen)[0]
+        yield describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=severity, wrong=wrong, **texts)
 
 
 def nccl_interfaces(names: Sequence[str], choice: str) -> list[str]:

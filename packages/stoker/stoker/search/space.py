@@ -160,37 +160,47 @@ def _read_entry(name: str, value: Any, location: Path | None) -> Range | list[Sc
         raise ConfigError(did_you_mean(what, name, known), location=location, choices=known)
     if isinstance(value, Mapping) and set(value) == {"choices"}:
         value = value["choices"]
-    if isinstance(value, list):
-        if not value:
-            raise ConfigError(f"{name} has no choices.", location=location, fix=f'{name} = ["first", "second"]')
-        if any(not isinstance(choice, Scalar) for choice in value) or len({repr(v) for v in value}) < len(value):
-            raise ConfigError(f"{name}: the choices must be different numbers, texts or booleans.", location=location)
-        for choice in value:
-            _check_value(name, choice, location)
-        return value
+    return _read_choices(name, value, location) if isinstance(value, list) else _read_range(name, value, location)
+
+
+def _read_choices(name: str, choices: list[Any], location: Path | None) -> list[Scalar]:
+    is_plain = all(isinstance(choice, Scalar) for choice in choices)
+    if not choices or not is_plain or len({repr(choice) for choice in choices}) < len(choices):
+        what, fix = f"{name} needs different numbers, texts or booleans as choices.", f'{name} = ["first", "second"]'
+        raise ConfigError(what, location=location, fix=fix)
+    for choice in choices:
+        _check_value(name, choice, location)
+    return choices
+
+
+def _read_range(name: str, value: Any, location: Path | None) -> Range:
     try:
         entry = msgspec.convert(value, Range)
     except msgspec.ValidationError as error:
         fix = f"{name} = {{ low = 0.1, high = 1.0 }} with log or step, or a list of choices"
         raise ConfigError(f"{name} is not a range.", location=location, cause=str(error), fix=fix) from error
-    kind = get_type_hints(SECTIONS[SECTION_OF[name]])[name]
-    whole = kind is not float
-    if kind is not float and kind is not int and name not in ("workers", "worker_processes", "image_size"):
-        raise ConfigError(f"{name} is not a number.", location=location, fix=f"{name} = [a list of its values]")
-    numbers = [number for number in (entry.low, entry.high, entry.step) if number is not None]
-    if any(isinstance(number, bool) or not math.isfinite(number) for number in numbers):
-        raise ConfigError(f"{name}: low, high and step must be finite numbers.", location=location)
-    if whole and any(not isinstance(number, int) for number in numbers):
-        raise ConfigError(f"{name} takes whole numbers.", location=location, fix=f"{name} = {{ low = 1, high = 8 }}")
-    if entry.low >= entry.high:
-        raise ConfigError(
-            f"The range of {name} is empty: low {entry.low:g} is not below high {entry.high:g}.", location=location
-        )
-    if entry.log and (entry.low <= 0 or entry.step is not None):
-        raise ConfigError(f"{name}: a logarithmic range begins above 0 and has no step.", location=location)
-    if entry.step is not None and not 0 < entry.step <= entry.high - entry.low:
-        raise ConfigError(f"{name}: step {entry.step:g} does not fit between low and high.", location=location)
-    for number in (entry.low, entry.high):
+    kind, low, high, step = get_type_hints(SECTIONS[SECTION_OF[name]])[name], entry.low, entry.high, entry.step
+    numbers = [number for number in (low, high, step) if number is not None]
+    is_number = kind in (float, int) or name in ("workers", "worker_processes", "image_size")
+    finite = all(not isinstance(number, bool) and math.isfinite(number) for number in numbers)
+    whole = kind is float or all(isinstance(number, int) for number in numbers)
+    rules = (
+        (is_number, f"{name} is not a number.", f"{name} = [a list of its values]"),
+        (finite, f"{name}: low, high and step must be finite numbers.", None),
+        (whole, f"{name} takes whole numbers.", f"{name} = {{ low = 1, high = 8 }}"),
+        (low < high, f"The range of {name} is empty: low {low:g} is not below high {high:g}.", None),
+        (not entry.log or low > 0, f"{name}: a logarithmic range begins above 0.", None),
+        (not entry.log or step is None, f"{name}: a logarithmic range has no step.", None),
+        (
+            step is None or 0 < step <= high - low,
+            f"{name}: step {step or 0:g} does not fit between low and high.",
+            None,
+        ),
+    )
+    for holds, what, fix in rules:
+        if not holds:
+            raise ConfigError(what, location=location, fix=fix)
+    for number in (low, high):
         _check_value(name, number, location)
     return entry
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
 from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
-from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
+from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, KnownImage, Minor, cuda_of_tag, minor
 from stoker_watch.findings.finding import Finding
 
 MAX_BYTES = 1 << 18
@@ -48,6 +48,15 @@ _INDEX_OPTIONS = ("-i", "--index-url", "--default-index", "--extra-index-url", "
 """The first three ask no other index."""
 _INSTALLERS = re.compile(r"(?:\S*/)?(?:pip|python|uv|conda|mamba)[\d.]*")
 """What `conda run` may run that installs."""
+_PREFIX = re.compile(r"sudo|exec|time|then|do|if|-E|env|\w+=.*", re.DOTALL)
+"""What stands before a command."""
+_PROGRAMS = {
+    r"apt-get|apt|aptitude|yum|dnf|microdnf": "apt",
+    r"conda|mamba|micromamba": "conda",
+    r"uv": "uv",
+    r"pip[\d.]*": "pip",
+}
+"""Pattern of a program → the method of `_Reader` that reads its arguments."""
 _CONDA_VERBS = ("install", "create", "update", "env")
 
 
@@ -407,31 +416,31 @@ class _Reader:
         return f"{self.path}:{word.line}"
 
     def command(self, words: tuple[Word, ...]) -> None:
-        texts = [word.text for word in words]
-        while texts and re.fullmatch(r"sudo|exec|time|then|do|if|-E|env|\w+=.*", texts[0], re.DOTALL):
-            texts, words = texts[1:], words[1:]
-        if not texts:
+        while words and _PREFIX.fullmatch(words[0].text):
+            words = words[1:]
+        if not words:
             return
+        texts = [word.text for word in words]
         program = PurePosixPath(texts[0]).name
         for word in words if program in ("sh", "bash") else words[:1]:
             if match := re.search(PACKAGES.runfile, word.text):
                 self.add_cuda(minor(match[1]), word, match[0])
+        self.stub(texts, words[-1])
+        if re.fullmatch(r"python[\d.]*|pypy\d*", program) and texts[1:3] in (["-m", "pip"], ["-m", "uv"]):
+            program, words = texts[2], words[2:]
+        for pattern, read in _PROGRAMS.items():
+            if re.fullmatch(pattern, program):
+                getattr(self, read)(words[1:])
+
+    def stub(self, texts: list[str], last: Word) -> None:
+        """A link to the stub of the driver's library, where the loader finds it."""
         if "stubs/libcuda.so" in " ".join(texts[1:-1]) and texts[-1].endswith("libcuda.so.1"):
             path = self.stage.environment.get("LD_LIBRARY_PATH")
             if "/stubs/" not in texts[-1] or (path is not None and "/stubs" in path.text):
-                self.image.stubs.append((texts[-1], self.place(words[-1])))
-        if re.fullmatch(r"python[\d.]*|pypy\d*", program) and texts[1:3] in (["-m", "pip"], ["-m", "uv"]):
-            program, words = texts[2], words[2:]
-        if program in ("apt-get", "apt", "aptitude", "yum", "dnf", "microdnf") and "install" in texts:
-            self.apt(words[texts.index("install") + 1 :])
-        elif program in ("conda", "mamba", "micromamba") and texts[1:2] == ["run"]:
-            runs = (n for n, text in enumerate(texts[2:], 2) if _INSTALLERS.fullmatch(text))
-            self.command(words[next(runs, len(words)) :])
-        elif program in ("conda", "mamba", "micromamba"):
-            self.conda(words[1:])
-        elif program == "uv" and len(words) > 1 and words[1].text == "pip":
-            self.pip(words[2:])
-        elif re.fullmatch(r"pip[\d.]*", program):
+                self.image.stubs.append((texts[-1], self.place(last)))
+
+    def uv(self, words: tuple[Word, ...]) -> None:
+        if words and words[0].text == "pip":
             self.pip(words[1:])
 
     def add_cuda(self, version: Minor, word: Word, text: str) -> None:
@@ -441,7 +450,7 @@ class _Reader:
     def apt(self, words: tuple[Word, ...]) -> None:
         image = self.image
         ubuntu = UBUNTU.get(image.ubuntu)
-        for word in words:
+        for word in itertools.dropwhile(lambda word: word.text != "install", words):
             text = word.text
             if match := re.fullmatch(PACKAGES.apt_cuda, text):
                 self.add_cuda(minor(match[1]), word, text)
@@ -459,6 +468,9 @@ class _Reader:
 
     def conda(self, words: tuple[Word, ...]) -> None:
         texts = [word.text for word in words]
+        if texts[:1] == ["run"]:
+            self.command(tuple(itertools.dropwhile(lambda word: not _INSTALLERS.fullmatch(word.text), words[1:])))
+            return
         if texts[:1] == ["config"] and texts[2:3] == ["channels"] and texts[1] in ("--add", "--append", "--prepend"):
             self.channels.update(texts[3:])
         if not any(word.text in _CONDA_VERBS for word in words):
@@ -487,8 +499,22 @@ class _Reader:
             self.image.packages = [package for package in self.image.packages if package.name not in gone]
         if verb is None or verb.text != "install":
             return
+        options, files, names = self.pip_arguments(rest)
+        for word in files:
+            self.requirements_file(word, options)
+        for word in names:
+            if re.search(PACKAGES.extension, word.text.lower()) and ".whl" not in word.text:
+                self.image.extensions.append((word.text, self.place(word)))
+            if package := read_package(word.text, place=self.place(word), options=options):
+                self.image.add(package)
+        is_framework_named = files or any(word.text.startswith(("torch", "tensorflow")) for word in names)
+        if options.index == "cpu" and not is_framework_named:  # it is a dependency of what is installed
+            self.image.packages.append(Package("torch", "", options.index_place, "torch", options=options))
+
+    def pip_arguments(self, words: Sequence[Word]) -> tuple[Options, list[Word], list[Word]]:
+        """(options, files of requirements, requirements) of `pip install`."""
         options, files, names = Options(), [], []
-        for option, word in _arguments(rest, PACKAGES.pip_values):
+        for option, word in _arguments(words, PACKAGES.pip_values):
             index = requirements.wheel_index(word.text) if option in _INDEX_OPTIONS else ""
             if option == "--torch-backend" and word.text != "auto":
                 index = word.text
@@ -503,16 +529,7 @@ class _Reader:
                 options = dataclasses.replace(options, no_deps=True)
             elif option in ("", "-e", "--editable"):
                 names.append(word)
-        for word in files:
-            self.requirements_file(word, options)
-        for word in names:
-            if re.search(PACKAGES.extension, word.text.lower()) and ".whl" not in word.text:
-                self.image.extensions.append((word.text, self.place(word)))
-            if package := read_package(word.text, place=self.place(word), options=options):
-                self.image.add(package)
-        is_framework_named = files or any(word.text.startswith(("torch", "tensorflow")) for word in names)
-        if options.index == "cpu" and not is_framework_named:  # it is a dependency of what is installed
-            self.image.packages.append(Package("torch", "", options.index_place, "torch", options=options))
+        return options, files, names
 
     def requirements_file(self, word: Word, options: Options) -> None:
         """Reads the file of `-r`, if COPY takes it from the folder of the Dockerfile or the two above."""
@@ -553,22 +570,26 @@ def _read_base(image: Image) -> None:
         image.ubuntu = next((release for release, row in UBUNTU.items() if row.name == match[1]), match[1])
     if match := re.search(r"(?:^|/|uv:)python:?(3\.\d+)", name):
         image.python = minor(match[1])
-    matches = ((row, match) for row in IMAGES.known if (match := re.search(row.pattern, name)))
-    row, match = next(matches, (None, None))
-    if row is None or match is None:
-        return
-    found = match.groupdict()
-    version, flavor = (found.get("version") or "").replace("-", "."), found.get("flavor") or ""
-    framework = (found.get("framework") or row.framework).replace("pytorch", "torch")
-    framework = "tensorflow" if framework == "tf" else framework
+    for row in IMAGES.known:
+        if match := re.search(row.pattern, name):
+            _read_known(image, name, row, match.groupdict())
+            return
+
+
+def _read_known(image: Image, name: str, row: KnownImage, found: dict[str, str | None]) -> None:
+    """What the name of an image with CUDA or a framework says. found: the groups of the row's pattern."""
+    framework, version, flavor, python, cuda_text = (
+        found.get(part) or "" for part in ("framework", "version", "flavor", "python", "cuda")
+    )
+    framework = {"tf": "tensorflow", "pytorch": "torch"}.get(framework or row.framework, framework or row.framework)
+    version, cudnn = version.replace("-", "."), found.get("cudnn")
     tag = name.rpartition(":")[2] if ":" in name.rpartition("/")[2] else ""
     image.is_unpinned = bool(row.floating_tag and re.match(row.floating_tag, tag))
     image.cpu_only = flavor == "cpu" or (row.plain_is_cpu and not flavor)
-    if python := found.get("python"):
-        image.python = Minor((int(python[0]), int(python[1:])))
-    cuda_text, cudnn = found.get("cuda") or "", found.get("cudnn")
-    cuda = cuda_of_tag(cuda_text) or (minor(cuda_text) if cuda_text else None)
     image.without_cudnn = "cudnn" in found and cudnn is None
+    if python:
+        image.python = Minor((int(python[0]), int(python[1:])))
+    cuda = cuda_of_tag(cuda_text) or (None if not cuda_text else minor(cuda_text))
     if row.plain_is_cpu and flavor and version and (build := TENSORFLOW.get(minor(version))):
         cuda = build.cuda
         image.cudnns.append(Cuda(build.cudnn, image.place, image.base, is_base=True))
@@ -579,5 +600,4 @@ def _read_base(image: Image) -> None:
     if framework:
         specifier = f"=={version}" if version.count(".") > 1 else f"=={version}.*" if version else ""
         options = Options(index=f"cu{cuda[0]}{cuda[1]}" if cuda and framework == "torch" else "")
-        package = Package(framework, specifier, image.place, image.base, source="image", options=options)
-        image.packages.append(package)
+        image.packages.append(Package(framework, specifier, image.place, image.base, source="image", options=options))

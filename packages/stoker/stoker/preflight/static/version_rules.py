@@ -111,7 +111,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
     if image.base and image.without_cuda and not by_torch and not _is_old_cpu_build(package):
         fix = 'pip install "tensorflow[and-cuda]"'
         if number and number < SINCE["tensorflow_and_cuda"]:
-            fix = f"FROM tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu"
+            fix = f"FROM {_gpu_image(package, number)}"
         yield describe("tensorflow_without_cuda/cuda", place, text=text, base=image.base, fix=fix)
     build = TENSORFLOW.get(number) if number else None
     if image.without_cudnn and not _is_old_cpu_build(package):
@@ -125,7 +125,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
     """One finding for each CUDA that TensorFlow was not built with, or one for its cuDNN."""
     cuda, cudnn = build.cuda, build.cudnn
     missing = not any(library_family(found.version) == library_family(cuda) for found in image.cudas)
-    too_old = None if any(_cudnn_fits(found, cudnn) for found in image.cudnns) else next(iter(image.cudnns), None)
+    too_old = _too_old_cudnn(image, cudnn)
     wrong = [found for found in image.cudas if found.version != cuda and (found.exact or found.version[0] != cuda[0])]
     effects = [
         "its libraries have other names, so TensorFlow cannot open them and trains on the CPU"
@@ -134,10 +134,9 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
     ]
     if too_old:
         effects.append(f"convolutions fail with cuDNN {too_old.version if too_old.exact else too_old.version[0]}")
+    fix = f"FROM {_gpu_image(package, number)} (CUDA {cuda}, cuDNN {cudnn})"
     if number >= SINCE["tensorflow_and_cuda"] and package.source != "image":
         fix = f'pip install "tensorflow[and-cuda]=={package.version or f"{number}.*"}", which brings its own CUDA'
-    else:
-        fix = f"FROM tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu (CUDA {cuda}, cuDNN {cudnn})"
     values: dict[str, Any] = {"number": number, "cuda": cuda, "cudnn": cudnn}
     for found in wrong:
         is_extra = not found.is_base and any(other.version == cuda for other in image.cudas)
@@ -156,9 +155,16 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
         yield describe("cuda_mismatch/cudnn", too_old.place, **values, effect=effects[1])
 
 
-def _cudnn_fits(found: Cuda, wanted: Minor) -> bool:
-    """cuDNN must have the same major version and at least the same minor one."""
-    return found.version[0] == wanted[0] and (not found.exact or found.version >= wanted)
+def _gpu_image(package: Package, number: Minor) -> str:
+    return f"tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu"
+
+
+def _too_old_cudnn(image: Image, wanted: Minor) -> Cuda | None:
+    """The cuDNN of an image where none has the same major version and at least the same minor one."""
+    for found in image.cudnns:
+        if found.version[0] == wanted[0] and (not found.exact or found.version >= wanted):
+            return None
+    return next(iter(image.cudnns), None)
 
 
 def _replaced(image: Image) -> Iterator[Finding]:
