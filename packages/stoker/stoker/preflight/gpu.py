@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -188,16 +189,17 @@ def silent_cpu(
     """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
     shown, visible = gpu_evidence(env, root), env.get("CUDA_VISIBLE_DEVICES")
     files, module, container = device_files(root), kernel_driver(root), detect_container(env, root)
-    old, promised = driver_is_too_old(found, (driver and driver.version) or module), promised_by(env)
-    reason = found.error or (driver and driver.reason)
+    old, promised = driver_is_too_old(found, (driver.version if driver else None) or module), promised_by(env)
+    reason = found.error or (driver.reason if driver else None)
+    seen = f"the driver has {fmt.plural(driver.num_gpus or 0, 'GPU')}" if driver else ""
     hides_all = visible is not None and driver is not None and driver.num_gpus and not driver.gpus
     cases: tuple[tuple[object, str, str | None], ...] = (  # whether it holds, the finding, what else shows it
         (found.accelerator not in (None, "cuda"), "accelerator_untested", ""),
         (not shown, "no_gpu", ""),
         (found.cuda is None and found.rocm is None, "cpu_only_build", ""),
-        (hides_all, "gpus_hidden", driver and f"the driver has {fmt.plural(driver.num_gpus, 'GPU')}"),
+        (hides_all, "gpus_hidden", seen),
         (visible is not None and visible.strip() in ("", "-1"), "gpus_hidden", ""),
-        (driver is not None and driver.error == VERSION_MISMATCH, "driver_mismatch", driver and driver.reason),
+        (driver is not None and driver.error == VERSION_MISMATCH, "driver_mismatch", driver.reason if driver else ""),
         (container is not None and not files and not (root / WSL_LIBRARY).exists(), "container_without_gpu", ""),
         (module is None and pci_gpus(root), "driver_missing", ""),
         (old, "driver_old/cpu", found.error),
@@ -212,7 +214,13 @@ def silent_cpu(
         "gpu_not_usable/torch": fix_for(found.error) or "`nvidia-smi` says what the driver finds",
     }
     evidence = "; ".join(filter(None, (f"torch {found.torch} finds no GPU", *shown, more)))
-    texts = {"name": found.accelerator, "visible": visible, "container": container, "old": old, "promised": promised}
+    texts: dict[str, Any] = {
+        "name": found.accelerator,
+        "visible": visible,
+        "container": container,
+        "old": old,
+        "promised": promised,
+    }
     place = "CUDA_VISIBLE_DEVICES" if id == "gpus_hidden" else ""
     return describe(id, place, evidence=evidence, fix=fixes.get(id, ""), **texts)
 

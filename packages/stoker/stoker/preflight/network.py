@@ -114,11 +114,10 @@ def check_network(
     *,
     find_place: Callable[[Mapping[str, str]], JobRank | None],
     env: Mapping[str, str] = os.environ,
-    interfaces: Sequence[Interface] | None = None,
     join_s: float = JOIN_S,
 ) -> list[Finding]:
     """The network of this process's job. seconds: for the all-reduces. find_place: reads the job from the environment.
-    interfaces: those of this machine; None: found out. Takes up to `join_s` + START_S + 1.5 × `seconds`."""
+    Takes up to `join_s` + START_S + 1.5 × `seconds`."""
     try:
         place = find_place(env)
     except StokerError as error:
@@ -126,7 +125,7 @@ def check_network(
         return [describe("ranks", what=what, cause=error.cause or "environment variables", fix=error.fix or "")]
     if place is None or place.world_size == 1:
         return [describe("ranks/one")]
-    present = list_interfaces() if interfaces is None else list(interfaces)
+    present = list_interfaces()
     local = place.local_world_size == place.world_size
     address = resolve(place.host)
     route = None if address is None else route_to(address)

@@ -164,10 +164,10 @@ def _read_entry(name: str, value: Any, location: Path | None) -> Range | list[Sc
 
 
 def _read_choices(name: str, choices: list[Any], location: Path | None) -> list[Scalar]:
-    is_plain = all(isinstance(choice, Scalar) for choice in choices)
-    if not choices or not is_plain or len({repr(choice) for choice in choices}) < len(choices):
-        what, fix = f"{name} needs different numbers, texts or booleans as choices.", f'{name} = ["first", "second"]'
-        raise ConfigError(what, location=location, fix=fix)
+    if not choices:
+        raise ConfigError(f"{name} has no choices.", location=location, fix=f'{name} = ["first", "second"]')
+    if any(not isinstance(choice, Scalar) for choice in choices) or len(set(map(repr, choices))) < len(choices):
+        raise ConfigError(f"{name}: the choices must be different numbers, texts or booleans.", location=location)
     for choice in choices:
         _check_value(name, choice, location)
     return choices
@@ -184,7 +184,7 @@ def _read_range(name: str, value: Any, location: Path | None) -> Range:
     is_number = kind in (float, int) or name in ("workers", "worker_processes", "image_size")
     finite = all(not isinstance(number, bool) and math.isfinite(number) for number in numbers)
     whole = kind is float or all(isinstance(number, int) for number in numbers)
-    rules = (
+    rules: tuple[tuple[bool, str, str | None], ...] = (
         (is_number, f"{name} is not a number.", f"{name} = [a list of its values]"),
         (finite, f"{name}: low, high and step must be finite numbers.", None),
         (whole, f"{name} takes whole numbers.", f"{name} = {{ low = 1, high = 8 }}"),
@@ -197,9 +197,9 @@ def _read_range(name: str, value: Any, location: Path | None) -> Range:
             None,
         ),
     )
-    for holds, what, fix in rules:
+    for holds, what, advice in rules:
         if not holds:
-            raise ConfigError(what, location=location, fix=fix)
+            raise ConfigError(what, location=location, fix=advice)
     for number in (low, high):
         _check_value(name, number, location)
     return entry
