@@ -47,8 +47,6 @@ def test_in_order(env: dict[str, str]) -> None:
         ({"STOKER_CACHEDIR": "/x"}, "variable_unknown", "warning", "rename it to STOKER_CACHE_DIR"),
         ({"stoker_cache_dir": "/x"}, "variable_unknown", "warning", "rename it to STOKER_CACHE_DIR"),
         ({"STOKER_ZZZ": "1"}, "variable_unknown", "warning", "unset it"),
-        ({"AWS_ACCESS_KEY_ID": "AKIA1"}, "variable_aws_keys", "warning", "export AWS_SECRET_ACCESS_KEY"),
-        ({"AWS_SECRET_ACCESS_KEY": "s"}, "variable_aws_keys", "warning", "export AWS_ACCESS_KEY_ID"),
         ({"AWS_CREDENTIAL_EXPIRATION": "2026-01-01T00:00:00+00:00"}, "variable_aws_keys", "blocker", "sso login"),
         ({"AWS_CA_BUNDLE": "~nobody-of-this-name/x"}, "variable_credentials", "warning", "readable file"),
         ({"AWS_CONFIG_FILE": "/absent"}, "variable_credentials", "warning", "readable file"),

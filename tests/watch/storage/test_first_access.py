@@ -97,6 +97,8 @@ SERVICE_ACCOUNT = {"type": "service_account", "client_email": "a@p"}
     [
         ("s3://b", {"AWS_ACCESS_KEY_ID": "AKIA1\n", "AWS_SECRET_ACCESS_KEY": "s"}, "AWS_ACCESS_KEY_ID has a space or"),
         ("s3://b", {"AWS_ACCESS_KEY_ID": "AKIA1", "AWS_SECRET_ACCESS_KEY": " s"}, "export AWS_SECRET_ACCESS_KEY again"),
+        ("s3://b", {"AWS_ACCESS_KEY_ID": "AKIA1"}, "export AWS_SECRET_ACCESS_KEY=…"),
+        ("s3://b", {"AWS_SECRET_ACCESS_KEY": "s"}, "export AWS_ACCESS_KEY_ID=…"),
         ("s3://b", {**KEYS, "AWS_ENDPOINT_URL": "minio:9000"}, "AWS_ENDPOINT_URL=minio:9000 is not an address"),
         ("s3://b", {**KEYS, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "http://127.0.0.1:1 (AWS_ENDPOINT_URL)"),
         ("s3://b", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/absent", "AWS_ROLE_ARN": "arn:x", "AWS_REGION": "us-east-1"},
@@ -105,6 +107,8 @@ SERVICE_ACCOUNT = {"type": "service_account", "client_email": "a@p"}
         ("gs://b", {"GOOGLE_APPLICATION_CREDENTIALS": "/absent"}, "Set GOOGLE_APPLICATION_CREDENTIALS to a key file"),
         ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": "{'a'"}, "GOOGLE_SERVICE_ACCOUNT_KEY"),
         ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(SERVICE_ACCOUNT)}, "without private_key"),
+        ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(SERVICE_ACCOUNT | {"private_key": "x"})},
+         "GOOGLE_SERVICE_ACCOUNT_KEY"),
         ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps({"type": "authorized_user"})}, "without client_id"),
     ],
 )  # fmt: skip

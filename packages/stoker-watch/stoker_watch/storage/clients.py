@@ -97,6 +97,11 @@ def _aws_credentials() -> Credentials:
         return Credentials(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", iam_member=role)
     if profile := _aws_profile():
         return profile
+    alone = [name for name in AWS_KEYS[:2] if env.get(name)]
+    if alone:
+        [lack] = {*AWS_KEYS[:2]} - {*alone}
+        what = f"{alone[0]} is set without {lack}."
+        raise StorageError(what, location=alone[0], fix=f"export {lack}=…, or unset {alone[0]}")
     if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get("AWS_CONTAINER_CREDENTIALS_FULL_URI"):
         return Credentials("the container's role (AWS_CONTAINER_CREDENTIALS_*)")
     if not _is_true("AWS_EC2_METADATA_DISABLED") and (role := _ec2_instance_role()):
@@ -245,13 +250,20 @@ class Clients:
 
 
 def make_clients(uri: StorageUri, credentials: Credentials, *, stall_s: float) -> Clients:
-    """stall_s: time without a byte after which a read is given up."""
+    """stall_s: time without a byte after which a read is given up. Raises StorageError."""
     # obstore's runtime reads this at its start, with the first request; it has no other setting for it.
     os.environ.setdefault("TOKIO_WORKER_THREADS", str(max(1, (os.cpu_count() or 1) // CORES_PER_THREAD)))
-    reads = _make_client(uri, credentials, {"timeout": MAX_TIMEOUT, "read_timeout": timedelta(seconds=stall_s)}, 0)
+    from obstore.exceptions import BaseError
+
     write_config: ClientConfig = {"timeout": timedelta(seconds=PART_TIMEOUT_S)}
-    writes = _make_client(uri, credentials, write_config, 0)
-    uploads = _make_client(uri, credentials, write_config, PART_RETRIES)
+    try:
+        reads = _make_client(uri, credentials, {"timeout": MAX_TIMEOUT, "read_timeout": timedelta(seconds=stall_s)}, 0)
+        writes = _make_client(uri, credentials, write_config, 0)
+        uploads = _make_client(uri, credentials, write_config, PART_RETRIES)
+    except BaseError as error:
+        cause = f"{str(error).partition(chr(10))[0]}; credentials: {credentials.description}"
+        what, fix = "The bucket cannot be opened.", "correct or unset the variable or the key file of these credentials"
+        raise StorageError(what, location=uri, cause=cause, fix=fix) from error
     return Clients(reads, writes, uploads)
 
 

@@ -2,7 +2,7 @@
 first access.
 
 They are set by platforms (Vertex AI, SageMaker, Slurm), by Dockerfiles and by hand: a name with a typing error, quotes
-that docker's --env-file kept, a key without the other one. Secret values are never shown. The variables are rows of
+that docker's --env-file kept, a file that is not there. Secret values are never shown. The variables are rows of
 `stoker_watch/knowledge/variables.toml`. A wrong key, bucket or endpoint is refused by `stoker_watch/storage/`.
 """
 
@@ -40,7 +40,7 @@ TABLE = msgspec.convert(read_toml("variables.toml"), VariableTable)
 
 def check_variables(env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Findings of all variables; those in order are one finding."""
-    findings = [*_check_names(env), *_check_files(env), *_check_aws(env), *_check_outputs(env)]
+    findings = [*_check_names(env), *_check_files(env), *_check_session(env), *_check_outputs(env)]
     others = [row for row in findings if row.severity != "ok"]
     fine = [f"{row.place}: {row.title} ({row.evidence_text})" for row in findings if row.severity == "ok"]
     title = f"variables in order: {len(fine)}" if fine else "no other variable names output or credentials"
@@ -68,13 +68,8 @@ def _check_files(env: Mapping[str, str]) -> Iterator[Finding]:
             yield describe("variables", name, title="points to a readable file", evidence=value)
 
 
-def _check_aws(env: Mapping[str, str]) -> Iterator[Finding]:
-    """One key without the other, and the end of a session whose exported keys nobody renews."""
-    pair = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    missing = [name for name in pair if not env.get(name)]
-    if len(missing) == 1:
-        [have] = set(pair) - set(missing)
-        yield describe("variable_aws_keys/one", have, have=have, lack=missing[0])
+def _check_session(env: Mapping[str, str]) -> Iterator[Finding]:
+    """The end of a session, whose exported keys nobody renews."""
     try:
         expires = datetime.fromisoformat(env.get(EXPIRATION, ""))
     except ValueError:

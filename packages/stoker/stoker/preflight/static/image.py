@@ -265,6 +265,9 @@ class Cuda:
     exact: bool = True
     """False: only the major version is known."""
 
+    def __str__(self) -> str:
+        return str(self.version if self.exact else self.version[0])
+
 
 @dataclass
 class Image:

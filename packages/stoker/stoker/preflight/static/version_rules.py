@@ -133,7 +133,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
         else "it loads these libraries, but was not tested with them, and XLA takes ptxas from /usr/local/cuda"
     ]
     if too_old:
-        effects.append(f"convolutions fail with cuDNN {too_old.version if too_old.exact else too_old.version[0]}")
+        effects.append(f"convolutions fail with cuDNN {too_old}")
     fix = f"FROM {_gpu_image(package, number)} (CUDA {cuda}, cuDNN {cudnn})"
     if number >= SINCE["tensorflow_and_cuda"] and package.source != "image":
         fix = f'pip install "tensorflow[and-cuda]=={package.version or f"{number}.*"}", which brings its own CUDA'
