@@ -39,16 +39,13 @@ class Local(LaunchPlace):
     name = "local"
     file = "command"
     reach = "this machine"
+    lacks, instead = ("image", "machine_type", "gpu"), "the training runs on this machine as it is"
     job_id = r"[1-9]\d{0,9}@\d{1,12}"
 
     def check(self, spec: LaunchSpec) -> list[str]:
         if spec.max_nodes > 1:
             fix = "--devices N: several GPUs of one machine; or another place"
             raise UsageError(f"local has 1 node, --nodes asks for {spec.max_nodes}.", fix=fix)
-        for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
-            if value is not None:
-                what = f"local has no {flag}: the training runs on this machine as it is."
-                raise UsageError(what, fix=f"without {flag}")
         return []
 
     def render(self, spec: LaunchSpec) -> str:

@@ -66,11 +66,9 @@ class Ray(LaunchPlace):
     job_id = r"[A-Za-z0-9_][\w-]{0,127}"
     reach = "shared files"
     options = frozenset({"address"})
+    lacks, instead = ("image", "machine_type", "mig_slice"), "the cluster's own nodes are used"
 
     def check(self, spec: LaunchSpec) -> list[str]:
-        for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.mig_slice)):
-            if value is not None:
-                raise UsageError(f"ray has no {flag} {value}: the cluster's own nodes are used.", fix=f"without {flag}")
         if spec.time_limit_s is not None:
             fix = "without --time-limit; `--max-time` is of the training"
             raise UsageError("A job of Ray has no time limit.", fix=fix)

@@ -208,6 +208,10 @@ def check_launch(spec: LaunchSpec, place: LaunchPlace) -> list[str]:
         if name not in place.options:
             flags = [_flag(field) for field in PlaceOptions.__dataclass_fields__ if field in place.options]
             raise UsageError(f"{place.name} has no {_flag(name)}.", choices=flags or ["no such flag"])
+    for name in place.lacks:
+        if (value := getattr(spec, name)) is not None:
+            flag = "--gpu" if name == "mig_slice" else _flag(name)
+            raise UsageError(f"{place.name} has no {flag} {value}: {place.instead}.", fix=f"without {flag}")
     if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", spec.name):
         choices = ["lower-case letters, digits and -, at most 40"]
         raise UsageError(f"{spec.name!r} is not a name for a job.", choices=choices, fix="--name")

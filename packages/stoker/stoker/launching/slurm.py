@@ -42,14 +42,12 @@ class Slurm(LaunchPlace):
     file = "{name}.sbatch"
     reach = "shared files"
     options = frozenset({"partition", "account"})
+    lacks = ("image", "machine_type")
+    instead = "every node has the interpreter of this stoker, and --partition and --gpu choose the nodes"
     default_grace_s = 120
     job_id = r"\d{1,12}"
 
     def check(self, spec: LaunchSpec) -> list[str]:
-        for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type)):
-            if value is not None:
-                fix = "the interpreter of this stoker is used on every node; --partition and --gpu choose the nodes"
-                raise UsageError(f"slurm has no {flag}.", fix=fix)
         if spec.spot and spec.options.partition is None:
             fix = "--partition NAME (`sinfo` lists them)"
             raise UsageError("Which partition of the cluster can be preempted?", fix=fix)

@@ -259,6 +259,10 @@ class LaunchPlace:
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
     options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
+    lacks: tuple[str, ...] = ()
+    """Fields of LaunchSpec that it does not have."""
+    instead: str = ""
+    """What it has instead of them, a clause."""
     has_secrets: bool = False
     """Whether --secret names something there."""
     default_grace_s: int = 60

@@ -19,13 +19,7 @@ from stoker.knowledge import read_toml
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, did_you_mean
 
-NOT_SEARCHED = frozenset(
-    {
-        "data", "format", "classes", "train", "val", "splits", "val_fraction", "split_method", "max_bad_fraction",
-        "max_bad_boxes", "allow_outside", "max_duration", "eval_every", "checkpoint_every", "patience", "device",
-        "seed", "price_per_device_hour", "auto_batch", "stages", "shard",
-    }
-)  # fmt: skip
+NOT_SEARCHED = frozenset(read_toml("search.toml")["not_searched"])
 """They decide what AP is measured on, how long, or where: trials that differ in them cannot be compared."""
 Metric = Literal["ap", "latency_ms", "step_s", "memory_gib"]
 LIMITS: tuple[Metric, ...] = ("latency_ms", "step_s", "memory_gib")
