@@ -182,7 +182,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     """The rate, and the first images that were read. Raises what a read raises."""
     remote = index.remote_object(images[0])
     if remote is None:
-        with contextlib.closing(_FileReader(index)) as files:
+        with contextlib.closing(_DiskReader(index)) as files:
             rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads)
         return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
     store = remote[0]
@@ -199,7 +199,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded
 
 
-class _FileReader:
+class _DiskReader:
     """Reads files in as many threads as the loader would come to, daemons: a storage that hangs is left behind."""
 
     def __init__(self, index: Index) -> None:

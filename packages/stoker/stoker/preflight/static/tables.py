@@ -87,13 +87,13 @@ class KnownImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pattern of tags that are another image next month."""
 
 
-class _Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ImageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     without_cuda: str
     carried: str
     known: list[KnownImage]
 
 
-class _Packages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PackageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     apt_cuda: str
     apt_cudnn: str
     runfile: str
@@ -121,7 +121,7 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Modules of another framework, which keeps the GPU."""
 
 
-class _Scripts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ScriptNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     known_modules: frozenset[str]
     managed: frozenset[str]
     divided: list[str]
@@ -139,9 +139,9 @@ class _Scripts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NAMES = read_toml("source_names.toml")
-IMAGES = msgspec.convert(_NAMES["images"], _Images)
-PACKAGES = msgspec.convert(_NAMES["packages"], _Packages)
-SCRIPTS = msgspec.convert(_NAMES["scripts"], _Scripts)
+IMAGES = msgspec.convert(_NAMES["images"], _ImageNames)
+PACKAGES = msgspec.convert(_NAMES["packages"], _PackageNames)
+SCRIPTS = msgspec.convert(_NAMES["scripts"], _ScriptNames)
 
 
 def driver_for(cuda: Minor) -> str | None:
