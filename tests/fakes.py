@@ -160,7 +160,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 def fake_batch(trial: Trial) -> Batch:
     """A batch of the trial's shapes on the fake device; to be called inside `fake_tensors`."""
-    return empty_batch(trial.batch, trial.slots, trial.image_size)
+    return empty_batch(trial.batch, trial.slots, trial.image_size, DEVICE)
 
 
 def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep:
