@@ -116,6 +116,7 @@ check: setup
 	$(BIN)/mypy tests/api_usage.py
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_cycles.py
+	$(BIN)/python scripts/check_size.py
 	$(BIN)/python scripts/stale_results.py
 
 bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n/a

@@ -1,6 +1,8 @@
 """docs/structure.md and the READMEs name files that exist; the packages keep their rooms."""
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,23 @@ def test_the_tests_that_ci_leaves_out_exist() -> None:
         file, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
     assert len(set(names)) == len(names)
+
+
+SEVERAL_ON_PURPOSE = {"StokerCallback"}
+"""Hugging Face's and Lightning's: a user has one of the two frameworks, and imports it by the framework's module."""
+
+
+def test_a_name_of_a_class_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    beginnings = []
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                place = str(path.relative_to(package.parent))
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(place)
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    docstring = ast.get_docstring(node) or ""
+                    beginnings += [f"{place}: {node.name}"] if docstring.startswith("Of ") else []
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SEVERAL_ON_PURPOSE} == {}
+    assert beginnings == []  # what it is or does, not what it is of

@@ -87,7 +87,7 @@ class KnownImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pattern of tags that are another image next month."""
 
 
-class _ImageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _ContainerImageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     without_cuda: str
     carried: str
     known: list[KnownImage]
@@ -139,7 +139,7 @@ class _ScriptNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NAMES = read_toml("source_names.toml")
-IMAGES = msgspec.convert(_NAMES["images"], _ImageNames)
+IMAGES = msgspec.convert(_NAMES["images"], _ContainerImageNames)
 PACKAGES = msgspec.convert(_NAMES["packages"], _PackageNames)
 SCRIPTS = msgspec.convert(_NAMES["scripts"], _ScriptNames)
 
