@@ -50,6 +50,8 @@ class Run:
         self.records = RunFolder(folder, 1)
         self.records.event("started")
         self.said: list[tuple[str, str]] = []
+        self.counted = 0
+        """Warnings that `stoker why` counts as failures of storage."""
         self.lost: list[LeaseLost] = []
         self.heard = threading.Condition()
         self.writer = CheckpointWriter(folder, self.hear)
@@ -61,9 +63,10 @@ class Run:
             open_store(address), address, folder, lease, {}, report=self.hear, on_lease_lost=self.lose
         )
 
-    def hear(self, kind: str, text: str, **_: object) -> None:
+    def hear(self, kind: str, text: str, **data: object) -> None:
         with self.heard:
             self.said.append((kind, text))
+            self.counted += kind == "warning" and data == {"storage": True}
             self.heard.notify_all()
 
     def lose(self, error: LeaseLost) -> None:
@@ -177,6 +180,7 @@ def test_a_failed_upload_of_the_state_leaves_no_manifest(run: Run, place: tuple[
     place[1].conditions = Conditions()
     run.save(3)
     assert run.uploads.flush(LIMIT_S) is None
+    assert run.counted == len(run.warnings()) == 1
     assert run.said[-1][0] == "info"
     assert run.there() == run.here()
     assert len(run.warnings()) == 1

@@ -292,7 +292,7 @@ CASES: dict[str, tuple[Case, Case]] = {
     "storage_errors: failed checkpoint": (_event("checkpoint_failed"), _event("checkpoint_saved")),
     "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
     "storage_errors: warnings": (
-        _event("warning", 3, storage="429"),
+        _event("warning", 3, storage=True),
         {"events": [("warning", "the disk is odd", {})] * 3},
     ),
     "gpu_errors: Xid": ({"gpus": 1, "gpu": lambda s, _: {"xids": [79]} if s == 20 else {}}, {"gpus": 1}),

@@ -276,7 +276,7 @@ def test_lines_that_a_full_disk_refuses_are_counted_and_said(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=True)
     read = list(read_lines(tmp_path, EVENTS, Event))
     assert [event.step for event in read] == [0, 1, 2, 3, 4, 8, None]
-    assert (read[-1].kind, read[-1].data) == ("warning", {"lines": 3})
+    assert (read[-1].kind, read[-1].data) == ("warning", {"lines": 3, "storage": True})
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observe
             if "not_finite" in event.data:
                 learning.non_finite_event = event
             run_records.empty_inputs = event.data.get("empty_inputs", run_records.empty_inputs)
-            if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
+            if event.data.get("storage"):
                 run_records.storage_warnings.append(event.text)
         inside = event.data.get("coverage", {}).get("inside the job", "")
         if inside.startswith("recorded: "):

@@ -132,7 +132,8 @@ class RunFolder:
             self._incomplete.discard(name)
             if self._dropped_lines:
                 dropped, self._dropped_lines = self._dropped_lines, 0
-                self.event("warning", f"{dropped} lines of the run's records could not be written", lines=dropped)
+                text = f"{dropped} lines of the run's records could not be written"
+                self.event("warning", text, lines=dropped, storage=True)
                 self._dropped_lines += dropped if self._dropped_lines else 0
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
@@ -145,7 +146,7 @@ class RunFolder:
         try:
             write_atomic(self.path / name, self._encoder.encode(value) + b"\n")
         except OSError as error:
-            self.event("warning", f"{name} could not be written: {error}")
+            self.event("warning", f"{name} could not be written: {error}", storage=True)
 
     def close(self) -> None:
         with self._lock:

@@ -281,7 +281,7 @@ EventData = TypedDict("EventData", {
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
-    "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": Any,
+    "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": bool,
     "suggested_lr": Amount, "traceback": list[str], "workers": Count, "write_s": Amount, "xid": Count,
 }, total=False)  # fmt: skip
 """What is read of the data of events, which others may have written; a test finds readers of other keys."""

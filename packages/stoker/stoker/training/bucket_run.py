@@ -90,7 +90,7 @@ class BackgroundUploader:
         lease: Lease | None,
         uploaded_manifests: dict[str, bytes],
         *,
-        report: Callable[[str, str], None],
+        report: EventLogger,
         on_lease_lost: Callable[[LeaseLost], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -199,7 +199,7 @@ class BackgroundUploader:
             self._failure = f"{error.what} {error.cause or ''}" if isinstance(error, StorageError) else str(error)
             if not failed_before:
                 text = f"{self._uri} cannot be written: {self._failure}; training continues, and stoker tries again"
-                self.report("warning", text)
+                self.report("warning", text, storage=True)
         else:
             if self._failure is not None:
                 self._failure, self._retry_at_s = None, 0.0
@@ -341,7 +341,7 @@ class BucketRun:
             if failure is not None and error is None:
                 raise self._make_error(failure)
             if failure is not None:
-                uploader.report("warning", f"the last records did not reach {self.uri}: {failure}")
+                uploader.report("warning", f"the last records did not reach {self.uri}: {failure}", storage=True)
         uploader.stop()
 
     def synchronize(self, user_config: Config | None) -> None:
@@ -384,7 +384,7 @@ class BucketRun:
         if _read_object(self._store, self.uri.child(EVENTS).key) == (self.local_dir / EVENTS).read_bytes():
             return
         note(f"uploading the rest of the finished run to {self.uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
-        uploader = self._make_uploader(lambda *_: None, lambda _: None)  # `flush` returns the same failure
+        uploader = self._make_uploader(lambda *_, **__: None, lambda _: None)  # `flush` returns the same failure
         uploader.start()
         failure = uploader.flush(FINISHED_TIMEOUT_S)
         uploader.stop()
@@ -392,7 +392,7 @@ class BucketRun:
             raise self._make_error(failure)
 
     def _make_uploader(
-        self, report: Callable[[str, str], None], on_lease_lost: Callable[[LeaseLost], None]
+        self, report: EventLogger, on_lease_lost: Callable[[LeaseLost], None]
     ) -> BackgroundUploader:
         place = self._store, self.uri, self.local_dir, self._lease
         return BackgroundUploader(*place, self._manifests, report=report, on_lease_lost=on_lease_lost)
@@ -490,7 +490,7 @@ def vertex_folders(env: Mapping[str, str] = os.environ) -> VertexFolders:
 
 
 @contextlib.contextmanager
-def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> Iterator[None]:
+def copying_results(run: Path, folders: VertexFolders, report: EventLogger) -> Iterator[None]:
     """Copies what the block writes into the run's folder: TensorBoard's files about every RECORDS_INTERVAL_S and at the
     end, the trained model when it is finished. Warns once of a folder that cannot be written."""
     if folders.tensorboard is None and folders.model is None:
@@ -517,7 +517,7 @@ def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, st
         except (StorageError, OSError) as error:
             if not failed.is_set():
                 failed.set()
-                report("warning", f"results are not copied to Vertex AI's folders: {error}")
+                report("warning", f"results are not copied to Vertex AI's folders: {error}", storage=True)
 
     def copy_until_stopped() -> None:
         while not stopped.wait(RECORDS_INTERVAL_S):
