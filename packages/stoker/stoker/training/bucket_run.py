@@ -391,9 +391,7 @@ class BucketRun:
         if failure is not None:
             raise self._make_error(failure)
 
-    def _make_uploader(
-        self, report: EventLogger, on_lease_lost: Callable[[LeaseLost], None]
-    ) -> BackgroundUploader:
+    def _make_uploader(self, report: EventLogger, on_lease_lost: Callable[[LeaseLost], None]) -> BackgroundUploader:
         place = self._store, self.uri, self.local_dir, self._lease
         return BackgroundUploader(*place, self._manifests, report=report, on_lease_lost=on_lease_lost)
 
