@@ -51,7 +51,7 @@ REASONS = {
     "models/weights/hub.py": OWN_CACHE,
     "models/weights/load.py read_weights": CHECKED,
     "models/weights/model_file.py load_model": CHECKED,
-    "planning/trace.py read": OWN_CACHE,
+    "planning/trace.py read_trace": OWN_CACHE,
     "recording/callbacks/": "no file",
     "recording/hook/": HOOK,
     "recording/remote_stacks.py": "memory and mapped files of the watched process, with checks of their own",

@@ -127,13 +127,11 @@ def test_the_severity_that_an_id_is_explained_with_is_that_of_its_findings() -> 
         "cuda_mismatch",
         "source_unreadable",
         "tensorflow_no_gpu",
-        "variable_json",
         "variable_credentials",
-        "variable_uri",
-        "variable_input",
         "variable_output",
         "disk",
-        "clock",
+        "run_access",
+        "data_rate",
         "rank_interface",
     }
     for id, severities in of_rows.items():

@@ -36,6 +36,13 @@ class _CleanConsole(Console):
             yield segment if is_clean else segment._replace(text="\n".join(map(printable, segment.text.split("\n"))))
 
 
+class _PlainTable(Table):
+    """A table whose cells have neither markup nor characters that control the terminal, however a row is added."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(plain_text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> Console:
     """A rich console without markup, emoji and highlighting. It respects NO_COLOR. A character that the encoding of the
     stream lacks becomes `?`: the locale of a container must not end a training."""
@@ -77,12 +84,12 @@ def table(
     *columns: str, right: Iterable[int] = (), header: bool = True, rows: Iterable[Iterable[RenderableType]] = ()
 ) -> Table:
     """A table without borders. right: indices of right-aligned columns."""
-    result = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
+    result = _PlainTable(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
     for index, name in enumerate(columns):
         justify: Any = "right" if index in right else "left"
         result.add_column(plain_text(name), justify=justify, no_wrap=index in right, overflow="fold")
     for row in rows:
-        result.add_row(*(plain_text(cell) if isinstance(cell, str) else cell for cell in row))
+        result.add_row(*row)
     return result
 
 

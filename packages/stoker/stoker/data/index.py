@@ -202,7 +202,7 @@ class Index:
         """The encoded image as it is stored, from the disk or the bucket. Raises OSError, for buckets StorageError."""
         byte_range = self.byte_range(image_index)
         if self._in_bucket:
-            return image_source.read_bytes(self.path(image_index), byte_range)
+            return image_source.read_image_bytes(self.path(image_index), byte_range)
         path = self.path_text(image_index)  # a Path takes longer to make than the file to open
         return image_source.read_local(path if byte_range is None else os.path.dirname(path), byte_range)
 

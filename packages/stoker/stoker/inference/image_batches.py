@@ -263,7 +263,7 @@ def num_decode_workers(sources: Iterable[ImageSource], batch_size: int) -> int:
 def read_image(path: Path) -> bytes:
     """The encoded bytes of an image file or stub file. Raises DataError; StorageError if a bucket cannot be read."""
     try:
-        return places.read_bytes(path)
+        return places.read_image_bytes(path)
     except OSError as error:
         cause = error.strerror or str(error)
         raise DataError("The image cannot be read.", location=places.display_path(path), cause=cause) from error

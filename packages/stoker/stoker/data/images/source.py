@@ -116,7 +116,7 @@ def print_status(text: str) -> None:
     print_text(text, file=sys.stderr, flush=True)
 
 
-def read_bytes(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
+def read_image_bytes(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
     """Returns the encoded image at a path or URI. byte_range: (first byte, number of bytes) within the file that is the
     parent of `location`, for images inside another file. Raises OSError, StorageError."""
     if isinstance(location, str) and is_uri(location):
