@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker_watch.recording import stacks
+from stoker_watch.recording import own_stacks, stacks
 from stoker_watch.recording.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
 from stoker_watch.recording.telemetry.machine import read_life
 from stoker_watch.runs.records import STACKS, RunFolder, read_lines
@@ -197,6 +197,8 @@ TRACKS = Frame("main", "/lib/python3.11/multiprocessing/resource_tracker.py", 1)
         ([IMPORTS, TRAINS, LAUNCHES], "training"),
         ([IMPORTS, WORKS], "worker"),
         ([TRACKS], HELPER),
+        ([Frame(own_stacks.record.__name__, own_stacks.__file__, 1)], HELPER),
+        ([Frame(own_stacks.record_training.__name__, own_stacks.__file__, 1)], HELPER),
     ],
 )
 def test_the_role_of_a_process_is_known_by_its_stacks(frames: list[Frame], role: str) -> None:

@@ -1,6 +1,8 @@
 """State files in, phases of each rank out."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import struct
@@ -380,6 +382,16 @@ def test_special_files_with_the_name_of_a_state_folder_do_not_stop_a_watch(
     monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     with temporary_folder("a-", tmp_path):
         assert kept.is_dir()  # of another user
+
+
+def test_a_file_system_without_locks_has_temporary_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_fd: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with temporary_folder("a-", tmp_path) as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
 
 
 def test_what_the_hook_wrote_of_growing_memory_is_read(tmp_path: Path) -> None:

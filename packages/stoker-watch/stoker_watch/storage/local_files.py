@@ -88,7 +88,9 @@ def temporary_folder(prefix: str, parent: Path) -> Iterator[Path]:
                 shutil.rmtree(stale, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
-        with _locked_folder(folder):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a file system without locks
+                stack.enter_context(_locked_folder(folder))
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # a process that outlives this one may still write there

@@ -72,7 +72,8 @@ def convert(
         raise make_error(UsageError, "wrong-number-of-shards", choices=["1 or more, with --to tfrecord"], shards=shards)
     if hardlink and image_source.path_to_uri(index.root) is not None:
         raise UsageError("--hardlink needs local images.", location=index.source, fix="leave it out to copy the images")
-    with _new_folder(out) as partial:
+    fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
+    with _new_folder(out) as partial, writing("The new data set cannot be written.", partial, fix=fix):
         return _write(index, partial, out, to, shards, hardlink, progress)
 
 
@@ -129,10 +130,9 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / PARTIAL_MARKER).touch()
-    fix = "free disk space, or name a writable folder; --hardlink needs no space for images"
     try:
-        with writing("The new data set cannot be written.", partial, fix=fix):
-            yield partial
+        yield partial
+        with writing("The new data set cannot be written.", partial, fix="free disk space, or name a writable folder"):
             (partial / PARTIAL_MARKER).unlink()
             partial.rename(out)
             fsync_folder(out.parent)

@@ -52,9 +52,9 @@ def ensure_demo() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(f".{target.name}-", target.parent) as staging_dir:
-        for split, count in IMAGES_PER_SPLIT.items():
-            draw_split(staging_dir / split, split, count)
         try:
+            for split, count in IMAGES_PER_SPLIT.items():
+                draw_split(staging_dir / split, split, count)
             staging_dir.rename(target)
             fsync_folder(target.parent)
         except OSError:
