@@ -198,7 +198,7 @@ def test_the_tests_of_the_kit_are_collected_and_skipped_with_reasons(
         subprocess.run([sys.executable, *part.command], cwd=ROOT, check=True, capture_output=True)
     found = list(map(json.loads, lines.read_text().splitlines()))
     assert {line["test"].partition("::")[0] for line in found} == {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "trainer" / "gpu").glob("test_*.py")
     }
     if not torch.cuda.is_available():
         assert all(line["outcome"] == "skipped" and line["reason"] for line in found)

@@ -110,7 +110,7 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
     ]
     together = sorted(
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        for path in (ROOT / "tests" / "trainer" / "gpu").glob("test_*.py")
         if str(path.relative_to(ROOT)) not in ALONE
     )
     kits = {

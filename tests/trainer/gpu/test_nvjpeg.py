@@ -1,5 +1,6 @@
 """nvJPEG on a real GPU: the images of the host, no wait in the training thread, nothing overwritten."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Sm
 from tests.trainer.data.loading import PREFETCH_DEPTH, loader_threads, make
 
 pytestmark = [
+    pytest.mark.skipif(find_spec("torchcodec") is None, reason="needs the extra nvjpeg"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]

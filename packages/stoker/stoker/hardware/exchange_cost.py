@@ -120,7 +120,7 @@ def bucketed_s(link: DeviceLink, devices: int, size_bytes: float, bucket_bytes: 
 
 def low_rank_fraction(shapes: list[tuple[int, ...]]) -> float:
     """Bytes of PowerSGD of rank 1, as a fraction of the gradients of parameters of these shapes: (n + m) of n · m for a
-    matrix, where that is at most half of it, else all."""
+    matrix, where that is less than half of it, else all."""
     sent = total = 0
     for shape in shapes:
         size = math.prod(shape)

@@ -140,7 +140,7 @@ def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor
 
 def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
     """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
-    `device.block_size`, of all levels."""
+    `block_size.block_size`, of all levels."""
     logits = rpn_outputs.logits
     max_pairs = MAX_PAIRS if logits.device.type == "cpu" else block_size(logits)
     images_per_group = max(1, max_pairs // (len(rpn_outputs.num_anchors_per_level) * top_n**2))

@@ -211,9 +211,9 @@ class Tracer:
             self._num_windows += 1
         return True
 
-    def _disable(self, text: str) -> None:
+    def _disable(self, text: str, **data: bool) -> None:
         self._enabled = False
-        self._log_event("warning", f"{NO_WINDOWS}: {text}")
+        self._log_event("warning", f"{NO_WINDOWS}: {text}", **data)
 
     def _write(self, window: _ProfilerWindow, step: int) -> None:
         """The main function of the thread. step: the last one of the window."""
@@ -223,7 +223,8 @@ class Tracer:
             if window.chrome:
                 self._write_chrome(window, step)
         except Exception as error:  # noqa: BLE001  # a sample is lost, not the run
-            self._disable(f"a window could not be written: {type(error).__name__}: {error}")
+            failed = {"storage": True} if isinstance(error, OSError) else {}
+            self._disable(f"a window could not be written: {type(error).__name__}: {error}", **failed)
         finally:
             self._writing_cost_s += time.thread_time()
 

@@ -101,7 +101,7 @@ class WorkerProcesses:
         self._children: list[subprocess.Popen[bytes]] = []
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         variables = {
-            # The environment's way to say what `device.configure_malloc` says; one thread per worker is enough.
+            # The environment's way to say what `cpu.configure_malloc` says; one thread per worker is enough.
             "MALLOC_MMAP_THRESHOLD_": str(2**30),
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
             "OMP_NUM_THREADS": "1",

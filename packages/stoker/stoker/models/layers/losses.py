@@ -27,7 +27,7 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
 
     logits: floating point [B, A, C]; target: int64 [B, A], the class 0 … C-1 of a positive anchor, `BACKGROUND` or
     `IGNORED`; alpha: weight of positives, 1 - alpha that of negatives; block: maximum number of logits computed at
-    once, in whole images, at least one; default: `device.block_size`. Differentiable once, in `logits`.
+    once, in whole images, at least one; default: `block_size.block_size`. Differentiable once, in `logits`.
     """
     return _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
 

@@ -37,7 +37,7 @@ def match_anchors(
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Among boxes with equal IoU, an anchor gets
     the first. single_best: the rule of torchvision's `SSDMatcher`, a box gets only the first anchor with its largest
     IoU, and the last of several boxes with the same best anchor gets it. block: maximum number of IoUs computed at
-    once (default: `device.block_size`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would take 1.4 GiB.
+    once (default: `block_size.block_size`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would take 1.4 GiB.
     """
 
     def match(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
@@ -82,7 +82,7 @@ def map_blocks(
 
 def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[list[slice], int]:
     """(slices of images, number of boxes per block), so that at most `block` pairs of boxes [B, M, 4] and `num_anchors`
-    anchors are computed at once; default: `device.block_size`."""
+    anchors are computed at once; default: `block_size.block_size`."""
     block = block or block_size(boxes)
     images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))
     slices = [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)]
