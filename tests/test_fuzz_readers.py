@@ -114,7 +114,7 @@ EVENTS = [
                         "growth": [{"text": "a", "name": "b", "place": "c", "bytes": 1e9, "graph": True, "grown": 1e9}],
                         "mistakes": [{"kind": "anomaly", "place": "a.py:3", "line": "x", "step": 3}]}}),
     ("info", {"workers": 3, "kernels": {"convs": True, "loss": False}}),
-    ("warning", {"not_finite": "total", "empty_inputs": ["a"], "storage": "s3", "alert_delivery": True}),
+    ("warning", {"not_finite": "total", "empty_inputs": ["a"], "storage": True, "alert_delivery": True}),
     ("evaluated", {"metrics": METRICS | COUNTS | {"per_class": []}}),
     ("checkpoint_saved", {"write_s": 0.5}),
     ("rolled_back", {"rollback_step": 10, "count": 1, "best_ap": 0.1, "lr": 0.01}),

@@ -117,6 +117,12 @@ def test_service_that_does_not_answer(root: Path, vendor: str, says: str) -> Non
     assert says in finding.fix
 
 
+def test_a_service_that_is_switched_off_is_not_asked(root: Path) -> None:
+    firmware(root, "Google")
+    [finding] = check_cloud({"NO_GCE_CHECK": "true"}, root=root)
+    assert (finding.id, finding.severity, finding.fix) == ("metadata_unreachable", "unknown", "unset NO_GCE_CHECK")
+
+
 def test_another_program_at_the_address(root: Path) -> None:
     with MetadataServer(google(), portal=True) as server:
         assert read_machine(server.google_env, root=root) is None

@@ -340,6 +340,19 @@ def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, 
     return wrapper
 
 
+def test_an_interruption_has_its_exit_code(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stoker why` takes it for the end of a hang, where there was one."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt("a second time")
+
+    monkeypatch.setattr(start, "build", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
+    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
+    assert (last.kind, last.data["exit_code"]) == ("failed", 130)
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
@@ -347,7 +360,8 @@ def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_pat
         with pytest.raises(StorageError, match="final weights") as caught:
             train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert "No space left" in str(caught.value)
-    assert list(read_lines(tmp_path / "run", EVENTS, Event))[-1].kind == "failed"
+    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
+    assert (last.kind, last.data["exit_code"]) == ("failed", caught.value.exit_code)
     result = train(settings(data), TrainOptions(run_dir=str(tmp_path / "run")))
     assert result.steps == 12
     assert (result.run / "final.safetensors").exists()

@@ -110,6 +110,10 @@ SERVICE_ACCOUNT = {"type": "service_account", "client_email": "a@p"}
         ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(SERVICE_ACCOUNT | {"private_key": "x"})},
          "GOOGLE_SERVICE_ACCOUNT_KEY"),
         ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps({"type": "authorized_user"})}, "without client_id"),
+        ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"type": []}'}, "its type is no text"),
+        ("gs://b", {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"a":' * 100_000}, "not a JSON object"),
+        ("gs://b", {"GOOGLE_APPLICATION_CREDENTIALS": "~no-such-user/k"}, "Set GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs://b", {"GOOGLE_APPLICATION_CREDENTIALS": "/dev/zero"}, "Set GOOGLE_APPLICATION_CREDENTIALS to a key file"),
     ],
 )  # fmt: skip
 def test_a_variable_that_is_wrong(monkeypatch: pytest.MonkeyPatch, uri: str, env: dict[str, str], says: str) -> None:
@@ -120,6 +124,13 @@ def test_a_variable_that_is_wrong(monkeypatch: pytest.MonkeyPatch, uri: str, env
         next(Store(parse_uri(uri)).list("set"), None)
     assert says in str(caught.value)
     assert caught.value.fix or caught.value.choices or "token file" in str(caught.value)
+
+
+def test_the_key_of_an_emulator_has_no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ObjectServer(Refusing) as server:
+        key = {"gcs_base_url": server.url, "disable_oauth": True, "client_email": "", "private_key": ""}
+        apply(monkeypatch, {**NO_CREDENTIALS, "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key | {"private_key_id": ""})})
+        assert "incomplete" not in str(refused("gs://scopes"))
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,10 @@ def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Pa
     return write_page(render_runs_summary(runs_summary), out or default, private=True)
 
 
-def write_page(page: str, path: Path, *, private: bool = False) -> Path:
-    """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs."""
-    with writing("The report cannot be written.", path, fix="choose another file with --out"):
+def write_page(page: str, path: Path, *, private: bool = False, flag: str = "--out") -> Path:
+    """private: only the user may read it, as the records that it is made of: it quotes commands and output of jobs.
+    flag: of the command, which names the file."""
+    with writing("The page cannot be written.", path, fix=f"choose another file with {flag}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page.encode(), private=private)
     return path

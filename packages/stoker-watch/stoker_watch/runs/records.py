@@ -170,8 +170,13 @@ def is_still_open(fd: int, status: os.stat_result) -> bool:
 def _open_for_appending(path: Path) -> int:
     """events.jsonl names the command of a job and is readable for the user only. A link is an error: its target is not
     one of the run's files."""
+    is_private = path.name == EVENTS
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | regular_files.NO_LINKS
-    return regular_files.open_fd(path, flags=flags, mode=0o600 if path.name == EVENTS else 0o644)
+    fd = regular_files.open_fd(path, flags=flags, mode=0o600 if is_private else 0o644)
+    if is_private:
+        with contextlib.suppress(OSError):  # a file system without modes, or the file of another user
+            os.fchmod(fd, 0o600)  # of a run that was copied
+    return fd
 
 
 def _shorten(value: Any) -> Any:

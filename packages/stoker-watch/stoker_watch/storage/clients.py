@@ -18,6 +18,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker_watch import regular_files
 from stoker_watch.errors import StorageError, make_error, needs_package
 from stoker_watch.storage.uri import StorageUri
 from stoker_watch.storage.web import open_url
@@ -38,6 +39,8 @@ GOOGLE_KEY_FIELDS = {
     "authorized_user": ("client_id", "client_secret", "refresh_token"),
 }
 """Type of a Google key → what it must have."""
+MAX_KEY_BYTES = 2**22
+GCLOUD_LOGIN = "gcloud auth application-default login"
 GOOGLE_KEY_FIX = "a key file of a service account; or unset the variable and run: gcloud auth application-default login"
 PART_BYTES = 8 * 2**20
 """Part size of a multipart upload: 10,000 parts, the limit of S3, are 78 GiB."""
@@ -176,8 +179,8 @@ def _gcp_credentials() -> Credentials:
     for variable in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS"):
         if key_path := env.get(variable):
             try:
-                text = Path(key_path).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+                text = regular_files.read_text(Path(key_path).expanduser(), max_bytes=MAX_KEY_BYTES)
+            except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of a user that there is not
                 what = f"The key file of {variable} cannot be read."
                 fix = f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login"
                 raise StorageError(what, location=key_path, cause=str(error), fix=fix) from error
@@ -185,7 +188,7 @@ def _gcp_credentials() -> Credentials:
     folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     default = folder / "application_default_credentials.json"
     if default.is_file():
-        return _parse_key_file(default.read_text(encoding="utf-8"), "gcloud auth application-default login")
+        return _parse_key_file(regular_files.read_text(default, max_bytes=MAX_KEY_BYTES), GCLOUD_LOGIN)
     if not _is_true("NO_GCE_CHECK") and (email := _gce_service_account()):
         return Credentials(f"the instance's service account {email}", iam_member=f"serviceAccount:{email}")
     return _anonymous("no Google credentials in the environment, of gcloud or of an instance")
@@ -195,10 +198,13 @@ def _parse_key_file(text: str, source: str) -> Credentials:
     try:
         data = json.loads(text)
         credential_type = data.get("type", "service_account")
-    except (json.JSONDecodeError, AttributeError) as error:
+        if not isinstance(credential_type, str):
+            raise ValueError("its type is no text")
+    except (ValueError, AttributeError, RecursionError) as error:
         what = "The Google credentials are not a JSON object."
         raise StorageError(what, location=source, cause=str(error), fix=GOOGLE_KEY_FIX) from error
-    if missing := [name for name in GOOGLE_KEY_FIELDS.get(credential_type, ()) if not data.get(name)]:
+    missing = [name for name in GOOGLE_KEY_FIELDS.get(credential_type, ()) if not data.get(name)]
+    if missing and not data.get("disable_oauth"):  # the key of an emulator has none
         what, cause = "The Google credentials are incomplete.", f"type {credential_type}, without {', '.join(missing)}"
         raise StorageError(what, location=source, cause=cause, fix=GOOGLE_KEY_FIX)
     if credential_type == "service_account":

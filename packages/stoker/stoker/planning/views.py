@@ -119,7 +119,7 @@ def _recommendation(plan: Plan, shown: Sequence[int]) -> Iterator[RenderableType
 
 def write_page(plan: Plan, path: Path) -> None:
     """Writes the recommendation, the chart and a table of all machines. Raises StorageError."""
-    report_page.write_page(html(plan), path)
+    report_page.write_page(html(plan), path, flag="--html")
 
 
 def html(plan: Plan) -> str:
@@ -131,7 +131,7 @@ def html(plan: Plan) -> str:
     head = ("machine", "img/s", "busy", "limited by", "--sync", "time", "cost", "why")
     charts, template = draw.Charts(), Path(__file__).with_name("plan.html")
     values = {"plan": plan, "heads": head, "rows": cells, "drawing": _drawing(plan, charts)}
-    json_command = f"stoker plan {shlex.quote(plan.data)} --json"
+    json_command = f"stoker plan {shlex.quote(plan.data)} … --json"
     return report_page.render_template(template, plan.data, json_command, charts=charts, **values)
 
 

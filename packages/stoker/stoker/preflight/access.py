@@ -12,7 +12,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from stoker.preflight.catalog import describe, refused
+from stoker.preflight.catalog import describe, refused, severity_of_refusal
 from stoker_watch.errors import StokerError, StorageError
 from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.environment import describe_storage
@@ -33,7 +33,7 @@ def check_writable(location: str, *, place: str = "") -> Finding:
         text = expand_variables(location)
         return _write_object(parse_uri(text), place) if is_uri(text) else _write_file(Path(text), place)
     except StokerError as error:
-        return refused("run_access", error, place)
+        return refused("run_access", error, place, severity=severity_of_refusal(error))
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
         return describe("run_access/unknown", place, error=f"{type(error).__name__}: {error}")
 

@@ -50,19 +50,24 @@ def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: st
     return Finding(id=id, severity=severity, title=title, evidence=items, fix=fix, place=place)
 
 
-def refused(id: str, error: StokerError, place: str = "") -> Finding:
-    """The finding for an error with which training would end. A store that answers may answer better in a minute."""
+def refused(id: str, error: StokerError, place: str = "", *, severity: Severity = "blocker") -> Finding:
+    """The finding for an error with which training would end."""
     cause = error.cause or ""
-    is_busy = isinstance(error, StorageError) and caused_by(error) == "retryable"
-    severity: Severity = "blocker"
-    if is_busy and "no connection" not in cause and "timeout" not in cause:
-        severity = "warning"
     title = error.what.rstrip(".")
     title = title[:1].lower() + title[1:] if title[1:2].islower() else title
     evidence = cause or "training would end with this error"
     if error.choices:
         evidence += f"; valid: {', '.join(error.choices)}"
+    if place and error.location and error.location != place:
+        evidence += f"; location: {error.location}"
     return make_finding(id, severity, title, evidence, error.fix or "", place or error.location or "")
+
+
+def severity_of_refusal(error: StokerError) -> Severity:
+    """Of a probe that goes to a store once: one that answers may answer better in a minute."""
+    cause = error.cause or ""
+    is_busy = isinstance(error, StorageError) and caused_by(error) == "retryable"
+    return "warning" if is_busy and "no connection" not in cause and "timeout" not in cause else "blocker"
 
 
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:

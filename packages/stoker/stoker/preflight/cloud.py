@@ -55,7 +55,7 @@ class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
     zone: str
     """us-central1-a, us-east-1b."""
     region: str
-    spot: bool = False
+    spot: bool | None = None
     notices: tuple[str, ...] = ()
     """A preemption, a maintenance event or a raised risk of preemption, in words."""
 
@@ -82,6 +82,10 @@ def check_cloud(
     None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
     machine, cloud = read_machine(env, root=root), detect_cloud(root)
     if machine is None and cloud in ("gcp", "aws"):
+        variable = {"gcp": "NO_GCE_CHECK", "aws": "AWS_EC2_METADATA_DISABLED"}[cloud]
+        is_named = cloud == "gcp" and bool(env.get("GCE_METADATA_HOST"))  # is asked nevertheless
+        if env.get(variable, "").lower() in _TRUE and not is_named:
+            return [describe("metadata_unreachable/off", cloud=cloud, variable=variable)]
         return [describe(f"metadata_unreachable/{cloud}")]
     if machine is None and cloud is not None:
         return [describe("cloud_machine/other", cloud=cloud)]
@@ -90,8 +94,8 @@ def check_cloud(
         return [describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)]
     name = f"{machine.machine_type or 'machine of unknown type'} in {machine.zone} ({machine.provider})"
     evidence = "metadata service; maintenance and preemption notices can be read"
-    kind = "spot" if machine.spot else "on demand"
-    findings = [describe("cloud_machine", machine=f"{name}, {kind}", evidence=evidence)]
+    kind = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
+    findings = [describe("cloud_machine", machine=f"{name}{kind}", evidence=evidence)]
     findings += [describe("machine_notice", notice=notice) for notice in machine.notices]
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
@@ -116,12 +120,13 @@ def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine | Non
     if not zone:
         return None
     notices = [(key, ask(key) or quiet, quiet) for key, quiet in GOOGLE_NOTICES.items()]
+    model, preemptible = ask("scheduling/provisioning-model"), ask("scheduling/preemptible").upper()
     return CloudMachine(
         provider="gcp",
         machine_type=_machine_type(env, ask("machine-type")),
         zone=zone,
         region=zone.rpartition("-")[0],
-        spot=ask("scheduling/provisioning-model") == "SPOT" or ask("scheduling/preemptible").upper() == "TRUE",
+        spot=model == "SPOT" or preemptible == "TRUE" if model or preemptible else None,  # GKE conceals some keys
         notices=tuple(f"{key} is {value}" for key, value, quiet in notices if value.upper() != quiet),
     )
 
@@ -139,12 +144,13 @@ def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine | Non
     if not zone:
         return None
     notices = [(key, answer) for key in AMAZON_NOTICES if (answer := ask(key)) and not _is_over(answer)]
+    life_cycle = ask("instance-life-cycle")
     return CloudMachine(
         provider="aws",
         machine_type=_machine_type(env, ask("instance-type")),
         zone=zone,
         region=ask("placement/region") or zone.rstrip("abcdefghijklmnopqrstuvwxyz"),
-        spot=ask("instance-life-cycle") == "spot",
+        spot=life_cycle == "spot" if life_cycle else None,
         notices=tuple(f"{key} is {answer}" for key, answer in notices),
     )
 

@@ -26,7 +26,7 @@ import numpy as np
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
 from stoker.data.loading.stats import MAX_WORKERS, WORKERS_PER_CORE
-from stoker.preflight.catalog import describe, refused
+from stoker.preflight.catalog import describe, refused, severity_of_refusal
 from stoker.preflight.cloud import check_region, read_machine
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, ObjectMissing, StokerError
@@ -97,7 +97,8 @@ def check_data_path(
         rate, encoded = _measure_reads(index, images, seconds)
         decode_s = _measure_decoding(index, encoded, max_side)
     except StokerError as error:
-        return [refused("data_rate", error, index.source)]
+        place = error.location or index.source
+        return [refused("data_rate", error, place, severity=severity_of_refusal(error))]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
         name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         reason = f"{name}{getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}"

@@ -62,10 +62,15 @@ def _check_files(env: Mapping[str, str]) -> Iterator[Finding]:
         value = env.get(name, "")
         if value and (odd := _odd_value(name, value)):
             yield odd
-        elif value and not os.access(os.path.expanduser(value), os.R_OK):
+        elif value and value != os.devnull and not _is_readable(value):
             yield describe("variable_credentials", name, name=name, value=_shown(value))
-        elif value:
+        elif value and value != os.devnull:
             yield describe("variables", name, title="points to a readable file", evidence=value)
+
+
+def _is_readable(value: str) -> bool:
+    path = os.path.expanduser(value)
+    return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
 def _check_session(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -90,7 +95,8 @@ def _check_outputs(env: Mapping[str, str]) -> Iterator[Finding]:
         tried = check_writable(value, place=name)
         if tried.severity == "ok":
             return tried
-        texts = {"evidence": tried.evidence_text, "fix": f"{tried.fix}; or unset {name}"}
+        fix = f"{tried.fix}; or unset {name}" if tried.fix else f"unset {name}"
+        texts = {"evidence": tried.evidence_text, "fix": fix}
         title = f"{name}: {tried.title[0].lower()}{tried.title[1:]}"
         return describe("variable_output", name, severity=tried.severity, title=title, **texts)
 

@@ -39,6 +39,7 @@ from stoker_watch.durations import parse_duration
 from stoker_watch.errors import Preempted, StokerError
 from stoker_watch.monitor.monitor import monitoring
 from stoker_watch.recording.own_stacks import TrainingStacks
+from stoker_watch.recording.run_writer import exit_code_for
 from stoker_watch.report.format import count, duration, plural
 from stoker_watch.runs.records import WARNING_KINDS, RunFolder
 from stoker_watch.storage.uri import display_path, is_uri
@@ -161,8 +162,7 @@ class _OpenRun:
         except BaseException as error:
             kind = "preempted" if isinstance(error, Preempted) else "failed"
             text = str(error) if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
-            exit_code = {"exit_code": error.exit_code} if isinstance(error, StokerError) else {}
-            self.folder.event(kind, text, step=self._step(), **exit_code)
+            self.folder.event(kind, text, step=self._step(), exit_code=exit_code_for(error))
             raise
         return Result(self.folder.path, setup.state.step, metrics)
 

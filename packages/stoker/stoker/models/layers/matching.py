@@ -37,7 +37,8 @@ def match_anchors(
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Among boxes with equal IoU, an anchor gets
     the first. single_best: the rule of torchvision's `SSDMatcher`, a box gets only the first anchor with its largest
     IoU, and the last of several boxes with the same best anchor gets it. block: maximum number of IoUs computed at
-    once (default: `block_size.block_size`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would take 1.4 GiB.
+    once (default: that of `hardware/block_size.py`); all of 32 images, 100 boxes and 120,087 anchors (800 × 800) would
+    take 1.4 GiB.
     """
 
     def match(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
