@@ -64,7 +64,7 @@ def refused(id: str, error: StokerError, place: str = "", *, severity: Severity 
 
 
 def severity_of_refusal(error: StokerError) -> Severity:
-    """Of a probe that goes to a store once: one that answers may answer better in a minute."""
+    """How bad a refusal is for a probe that goes to a store once: one that answers may answer better in a minute."""
     cause = error.cause or ""
     is_busy = isinstance(error, StorageError) and caused_by(error) == "retryable"
     return "warning" if is_busy and "no connection" not in cause and "timeout" not in cause else "blocker"
