@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path):
     (tmp_path / "file").touch()
     reported: list[tuple[str, str]] = []
     folders = VertexFolders(tensorboard=str(tmp_path / "file"))
-    with copying_results(run, folders, lambda kind, text: reported.append((kind, text))):
+    with copying_results(run, folders, lambda kind, text, **_: reported.append((kind, text))):
         pass
     assert [kind for kind, _ in reported] == ["warning"]
 
