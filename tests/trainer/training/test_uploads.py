@@ -304,7 +304,7 @@ def test_a_signal_bounds_the_wait_for_the_last_upload(grace_s: float | None, mos
     (tmp_path / EVENTS).write_text("")
     uploads = BackgroundUploader(
         store, parse_uri("gs://bucket/run"), tmp_path, None, {},
-        report=lambda kind, text: messages.append((kind, text)), on_lease_lost=lambda _: None, clock=clock,
+        report=lambda kind, text, **_: messages.append((kind, text)), on_lease_lost=lambda _: None, clock=clock,
     )  # type: ignore[arg-type]  # fmt: skip
     waits = uploads._condition.wait
     uploads._condition.wait = lambda _=None: waits(0.001)  # type: ignore[method-assign]
