@@ -233,6 +233,7 @@ class _OutputFolder:
     def write_images(self, detect: Detect, paths: Sequence[Path]) -> Iterator[str]:
         pool = ThreadPoolExecutor(host_cores(), "stoker-draw")
         pending: deque[Future[None]] = deque()
+        is_abandoned = False
         try:
             for prediction, path in zip(detect(paths), paths, strict=True):
                 self.results.append(prediction.to_dict())
@@ -244,12 +245,13 @@ class _OutputFolder:
                 while len(pending) > 2 * DEFAULT_BATCH_SIZE:
                     pending.popleft().result()
                 yield f"{display_path(path)}: {prediction}"
-            for future in pending:
-                future.result()
+        except GeneratorExit:
+            is_abandoned = True
+            raise
         finally:
-            pool.shutdown(
-                wait=False
-            )  # what was given to it is still written; the wait: see `image_batches.iter_batches`
+            pool.shutdown(wait=not is_abandoned)  # why not: see `image_batches.iter_batches`
+        for future in pending:
+            future.result()
 
     def write_video(self, detect: Detect, path: Path) -> Iterator[str]:
         name = self._names[path]
