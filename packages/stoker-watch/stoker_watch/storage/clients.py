@@ -40,8 +40,9 @@ GOOGLE_KEY_FIELDS = {
 }
 """Type of a Google key → what it must have."""
 MAX_KEY_BYTES = 2**22
+"""A key file has a few kilobytes; more is not read."""
 GCLOUD_LOGIN = "gcloud auth application-default login"
-GOOGLE_KEY_FIX = "a key file of a service account; or unset the variable and run: gcloud auth application-default login"
+GOOGLE_KEY_FIX = f"a key file of a service account; or unset the variable and run: {GCLOUD_LOGIN}"
 PART_BYTES = 8 * 2**20
 """Part size of a multipart upload: 10,000 parts, the limit of S3, are 78 GiB."""
 PART_TIMEOUT_S = 300
@@ -178,20 +179,24 @@ def _gcp_credentials() -> Credentials:
         return _parse_key_file(text, "GOOGLE_SERVICE_ACCOUNT_KEY")
     for variable in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_APPLICATION_CREDENTIALS"):
         if key_path := env.get(variable):
-            try:
-                text = regular_files.read_text(Path(key_path).expanduser(), max_bytes=MAX_KEY_BYTES)
-            except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of a user that there is not
-                what = f"The key file of {variable} cannot be read."
-                fix = f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login"
-                raise StorageError(what, location=key_path, cause=str(error), fix=fix) from error
-            return _parse_key_file(text, variable)
+            fix = f"Set {variable} to a key file, or unset it and run: {GCLOUD_LOGIN}"
+            return _read_key_file(Path(key_path), variable, fix)
     folder = Path(env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
     default = folder / "application_default_credentials.json"
     if default.is_file():
-        return _parse_key_file(regular_files.read_text(default, max_bytes=MAX_KEY_BYTES), GCLOUD_LOGIN)
+        return _read_key_file(default, GCLOUD_LOGIN, f"Run again: {GCLOUD_LOGIN}")
     if not _is_true("NO_GCE_CHECK") and (email := _gce_service_account()):
         return Credentials(f"the instance's service account {email}", iam_member=f"serviceAccount:{email}")
     return _anonymous("no Google credentials in the environment, of gcloud or of an instance")
+
+
+def _read_key_file(path: Path, source: str, fix: str) -> Credentials:
+    try:
+        text = regular_files.read_text(path.expanduser(), max_bytes=MAX_KEY_BYTES)
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
+        what = f"The key file of {source} cannot be read."
+        raise StorageError(what, location=str(path), cause=str(error), fix=fix) from error
+    return _parse_key_file(text, source)
 
 
 def _parse_key_file(text: str, source: str) -> Credentials:
