@@ -32,10 +32,23 @@ MEBIBYTE = 2**20
 
 
 def wait_until_stopped(process: subprocess.Popen[str], folder: Path) -> None:
-    """Until the fault "stop" has come."""
-    while process.poll() is None and not (folder / "fault-time").exists():
+    """Until the fault "stop" has come, and the kernel has stopped the process: what continues it before is lost."""
+    while process.poll() is None and not ((folder / "fault-time").exists() and has_stopped_process(process.pid)):
         time.sleep(0.01)
     assert process.poll() is None, process.communicate()[0]
+
+
+def has_stopped_process(pid: int) -> bool:
+    """Whether the process or one that it has started is stopped."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(map(is_stopped, [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]))
+    return False
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def test_strangers_at_the_metrics_port_take_no_descriptors(data: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -137,12 +150,7 @@ def test_a_limit_of_threads_in_the_middle(
 
 
 def stopped_processes(group: CgroupOfTest) -> list[int]:
-    found = []
-    for pid in map(int, (group.path / "cgroup.procs").read_text().split()):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-                found.append(pid)
-    return found
+    return [pid for pid in map(int, (group.path / "cgroup.procs").read_text().split()) if is_stopped(pid)]
 
 
 @pytest.mark.parametrize("restarts", [True, False], ids=["restarted", "the same command"])
