@@ -264,25 +264,33 @@ class PlaceBench(wild.Bench):
         named = super()._why(run, folder)
         if named and named[0].cause == NO_ANSWER:
             return named
-        answer = json.loads((folder / "why.json").read_text())
-        places = json.loads((folder / PLACES).read_text())
-        found = [
-            wild.NamedCause(cause=PLACE, severity=cause.severity, lost_s=cause.lost_s)
-            if names_place(finding, places)
-            else cause
-            for cause, finding in zip(named, answer["findings"], strict=True)
-            if not names_clock(str(finding.get("place") or ""))
-        ]
-        shown = [
-            wild.NamedCause(
-                cause=PLACE if names_place(entry, places) else f"place {line_of(entry)}", severity="info",
-                lost_s=entry.get("seconds"),
-            )
-            for entry in answer.get("places") or ()
-            if not names_clock(line_of(entry))
-        ]  # fmt: skip
-        grave = [cause for cause in found if cause.severity != "info"]
-        return (*grave, *shown, *(cause for cause in found if cause.severity == "info"))
+        return causes_and_places(
+            json.loads((folder / "why.json").read_text()), named, json.loads((folder / PLACES).read_text())
+        )
+
+
+def causes_and_places(
+    answer: dict[str, Any], named: tuple[wild.NamedCause, ...], places: list[str]
+) -> tuple[wild.NamedCause, ...]:
+    """What counts, in its order. answer: of `stoker why --json`; named: the causes of its findings; places: the lines
+    that are the fault, as "FILE:LINE"."""
+    found = [
+        wild.NamedCause(cause=PLACE, severity=cause.severity, lost_s=cause.lost_s)
+        if names_place(finding, places)
+        else cause
+        for cause, finding in zip(named, answer["findings"], strict=True)
+        if not names_clock(str(finding.get("place") or ""))
+    ]
+    shown = [
+        wild.NamedCause(
+            cause=PLACE if names_place(entry, places) else f"place {line_of(entry)}", severity="info",
+            lost_s=entry.get("seconds"),
+        )
+        for entry in answer.get("places") or ()
+        if not names_clock(line_of(entry))
+    ]  # fmt: skip
+    grave = [cause for cause in found if cause.severity != "info"]
+    return (*grave, *shown, *(cause for cause in found if cause.severity == "info"))
 
 
 def names_place(part: Any, places: list[str]) -> bool:

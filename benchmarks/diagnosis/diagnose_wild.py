@@ -285,10 +285,15 @@ class Bench:
         (folder / "why.json").write_text(done.stdout or done.stderr)
         if done.returncode:  # this is a wrong answer too
             return (NamedCause(cause=NO_ANSWER, severity="critical"),)
-        return tuple(
-            NamedCause(cause=cause_or_function(found), severity=found["severity"], lost_s=found.get("lost_device_s"))
-            for found in json.loads(done.stdout)["findings"]
-        )
+        return named_causes(json.loads(done.stdout))
+
+
+def named_causes(answer: dict[str, Any]) -> tuple[NamedCause, ...]:
+    """The causes of all findings of `stoker why --json`."""
+    return tuple(
+        NamedCause(cause=cause_or_function(found), severity=found["severity"], lost_s=found.get("lost_device_s"))
+        for found in answer["findings"]
+    )
 
 
 def cause_or_function(found: dict[str, Any]) -> str:
