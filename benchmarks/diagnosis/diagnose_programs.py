@@ -5,10 +5,11 @@
     python -m benchmarks diagnose_programs --programs DIR --check
     python -m benchmarks diagnose_programs --programs DIR --read FOLDER
 
-The programs and jobs are tables in `programs/*.toml`; the head of `programs/judging.toml` is the rule of judging, and
-says how to get the programs. Each job is a copy of its program in a folder of its own, with the edits that make it run
-here and those of its fault, run under `stoker watch`; its data is drawn (`programs/draw.py`). The rest (faults from
-outside, clocks, `--partial`, what is n/a) is that of `diagnose_wild.py`. `--check` applies all edits and runs nothing.
+The programs and their jobs are tables, `programs/FRAMEWORK/PROGRAM.toml`; the head of `programs/judging.toml` is the
+rule of judging, and says how to get the programs. Each job is a copy of its program in a folder of its own, with the
+edits that make it run here and those of its fault, run under `stoker watch`; its data is drawn (`programs/draw.py`).
+The rest (faults from outside, clocks, `--partial`, what is n/a) is that of `diagnose_wild.py`. `--check` applies all
+edits and runs nothing.
 """
 
 import argparse
@@ -145,7 +146,7 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_tables() -> Table:
     found = Table()
-    for path in sorted(FOLDER.glob("*.toml")):
+    for path in sorted(FOLDER.rglob("*.toml")):
         table = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Table)
         if twice := found.program.keys() & table.program.keys():
             raise ValueError(f"{path.name}: {', '.join(sorted(twice))}: another table has a program of this name")
