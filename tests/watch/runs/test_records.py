@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.errors import UsageError
 from stoker_watch.findings.finding import Evidence, Finding
+from stoker_watch.knowledge import read_toml
 from stoker_watch.recording.telemetry.environment import describe
 from stoker_watch.runs import evaluation, records, schemas
 from stoker_watch.runs.records import (
@@ -50,12 +51,14 @@ FILES = {
     "quarantine.jsonl": [schemas.Quarantined],
     "findings.json": [Finding, Evidence],
     "evaluation.json": [
-        evaluation.Evaluation, evaluation.Curves, evaluation.ClassEvaluation, evaluation.ConfusionPair,
-        evaluation.ImageEvaluation, evaluation.GroundTruthBox, evaluation.DetectionBox,
+        evaluation.Evaluation, evaluation.Metrics, evaluation.ClassMetrics, evaluation.Curves,
+        evaluation.ClassEvaluation, evaluation.ConfusionPair, evaluation.ConfusionMatrix, evaluation.ImageEvaluation,
+        evaluation.GroundTruthBox, evaluation.DetectionBox,
     ],
     "evaluation-images.json": [evaluation.Thumbnails, evaluation.Thumbnail],
 }  # fmt: skip
 """File → the structs of its records, the outermost first."""
+MEANINGS = read_toml("records.toml")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
 
 
@@ -72,23 +75,18 @@ def documented(start: str) -> list[str]:
 
 
 def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
-    """(name, type, meaning) of each field, from the source; fields without a docstring have that of the next one."""
-    statements: list[ast.stmt] = []
+    """(name, type, meaning) of each field: the type from the source, the meaning from records.toml or a docstring."""
+    rows: list[list[str]] = []
     for own in [schemas.Record, kind] if issubclass(kind, schemas.Record) else [kind]:
         (body,) = ast.parse(inspect.getsource(own)).body
         assert isinstance(body, ast.ClassDef)
-        statements += body.body
-    rows: list[list[str]] = []
-    for statement in statements:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            written = ast.unparse(statement.annotation).replace(" | None", "").replace("'", "")
-            rows.append([statement.target.id, written, ""])
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and rows:
-            meaning = " ".join(str(statement.value.value).split())
-            for row in reversed(rows):
-                if row[2]:
-                    break
-                row[2] = meaning
+        for statement in body.body[1:]:  # after its docstring
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name, written = statement.target.id, ast.unparse(statement.annotation)
+                meaning = MEANINGS.get(own.__name__, {}).get(name, "")
+                rows.append([name, written.replace(" | None", "").replace("'", ""), meaning])
+            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and rows:
+                rows[-1][2] = " ".join(str(statement.value.value).split())
     names = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
     return [(names[name], written, meaning) for name, written, meaning in rows]
 
@@ -98,7 +96,8 @@ def records_section() -> str:
     lines = [
         HEAD,
         "The fields of every record of a run, generated from `stoker_watch/runs/schemas.py`,",
-        "`stoker_watch/findings/finding.py` and `stoker_watch/runs/evaluation.py` by",
+        "`stoker_watch/runs/evaluation.py`, `stoker_watch/knowledge/records.toml` and",
+        "`stoker_watch/findings/finding.py` by",
         "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean,",
         "is above. A field that is not measured is absent from its line.",
         "`Count`: a whole number of at least 0. `Whole`: a whole number. `Amount`: a number of at least 0.",
@@ -120,6 +119,12 @@ def test_the_section_of_records_is_current() -> None:
     assert PAGE.read_text().endswith(records_section()), "python -m tests.watch.runs.test_records writes it"
     kinds = {kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
     assert kinds - {msgspec.Struct, schemas.Record} <= {kind for kinds in FILES.values() for kind in kinds}
+
+
+def test_every_meaning_is_that_of_a_field() -> None:
+    structs = vars(schemas) | vars(evaluation)
+    for name, meanings in MEANINGS.items():
+        assert set(meanings) <= set(structs[name].__struct_fields__)
 
 
 def test_every_field_has_a_meaning() -> None:

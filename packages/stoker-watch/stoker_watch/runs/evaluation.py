@@ -1,7 +1,7 @@
 """The COCO metrics of an evaluation; evaluation.json, with the errors of a model; small copies of its images.
 
 The files have a bounded size for any data set; `stoker/training/evaluator.py` writes them, `report/` shows them;
-docs/run-folder.md describes them.
+what their fields mean is in `knowledge/records.toml` and docs/run-folder.md.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ class ClassMetrics(msgspec.Struct, frozen=True, kw_only=True):
     ap: float | None
     ap50: float | None
     boxes: int
-    """Ground truth boxes, without crowd boxes."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +45,9 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     ar_large: float | None
     per_class: list[ClassMetrics]
     num_images: int
-    """Evaluated images."""
     boxes: int
-    """Ground truth boxes, without crowd boxes."""
     detections: int
     missing: int = 0
-    """Images of the split that could not be read."""
 
 
 COCO_SUMMARY = Metrics.__struct_fields__[:12]
@@ -73,7 +69,6 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     iou50: list[float]
     iou75: list[float]
     mean: list[float]
-    """Mean over the ten IoU thresholds 0.50 … 0.95; its own mean is AP."""
 
 
 class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,54 +76,41 @@ class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     boxes: int
-    """Ground truth boxes, without crowd boxes."""
     ap: float | None
     ap50: float | None
     threshold: float | None
-    """Score threshold with the best F1 at IoU 0.5; None without true positives."""
     f1: float | None
     precision: float | None
     recall: float | None
     tp: int
     error_types: dict[str, int]
-    """Error type (one of ERROR_TYPES) → count; types without errors are absent."""
     tp_scores: list[int]
-    """Histogram of the scores of all true positives at IoU 0.5, also below the threshold."""
     fp_scores: list[int]
-    """The same of the false positives."""
     curves: Curves | None
-    """None for the less frequent classes of a data set with many classes."""
 
 
 class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
     """How often a box of one class was detected as another; labels 0 … C-1."""
 
     gt_label: int
-    """Label of the ground truth box."""
     pred_label: int
-    """Label of the detection."""
     count: int
-    """How often."""
 
 
 class ConfusionMatrix(msgspec.Struct, frozen=True, kw_only=True):
     """What each ground truth box was detected as, and each other detection: all count once."""
 
     labels: list[int]
-    """[L], the most frequent classes."""
     counts: list[list[int]]
-    """[L + 2][L + 2], by ground truth and prediction; after the classes, all others together, and background."""
 
 
 class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
     """A ground truth box."""
 
     box: tuple[float, float, float, float]
-    """xyxy in pixels of the original image."""
     label: int
     crowd: bool
     detected: bool
-    """Whether a detection above its class's threshold matches it."""
 
 
 class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,73 +120,53 @@ class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
     label: int
     score: float
     error_type: str
-    """One of ERROR_TYPES; empty for a true positive; "crowd" if it is in a crowd region and ignored."""
 
 
 class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """An image with its ground truth boxes and detections."""
 
     image_index: int
-    """In the index of the data set."""
     path: str
-    """Its file; for an image inside another file, that file followed by the image's name."""
     byte_range: tuple[int, int] | None
-    """First byte and number of bytes inside that other file."""
     size: tuple[int, int] | None
-    """Height and width in pixels; None if the annotations do not have them."""
     f1: float
-    """2 tp / (2 tp + fp + fn), at IoU 0.5 and the classes' thresholds."""
     tp: int
     fp: int
     fn: int
     gt_boxes: list[GroundTruthBox]
     detections: list[DetectionBox]
     truncated_boxes: int = 0
-    """Number of boxes left out because of the limit per image."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The file."""
 
     step: int
-    """Optimizer steps of the evaluated weights."""
     split: str
     metrics: Metrics
     curves: Curves
-    """Mean over the classes."""
     classes: list[ClassEvaluation]
     confusions: list[ConfusionPair]
-    """The most frequent first."""
     worst: list[ImageEvaluation]
-    """Lowest F1 first; among equal ones, the one with more errors."""
     best: list[ImageEvaluation]
-    """Highest F1 first; among equal ones, the one with more boxes."""
     confusion_matrix: ConfusionMatrix
-    """What the boxes of the most frequent classes were detected as."""
     threshold: float | None = None
-    """Score threshold with the best F1 of all classes together, at IoU 0.5; None without true positives."""
 
 
 class Thumbnail(msgspec.Struct, frozen=True, kw_only=True):
     """A small copy of an image, upright as its boxes."""
 
     original_size: tuple[int, int]
-    """Height and width of the image, in which its boxes are."""
     size: tuple[int, int]
-    """Height and width of the copy."""
     jpeg: bytes
-    """The copy; in JSON as base64."""
     error: str = ""
-    """Why there is no copy."""
 
 
 class Thumbnails(msgspec.Struct, frozen=True, kw_only=True):
     """The file."""
 
     step: int
-    """That of the evaluation that shows them."""
     images: dict[int, Thumbnail]
-    """By `ImageEvaluation.image_index`."""
 
 
 def read_evaluation(run: Path) -> Evaluation | None:
