@@ -1,16 +1,16 @@
 """The machine of a run: what environment.json says of it, what the run used of it, and advice on its size.
 
 environment.json has hardware, versions and variables of the newest attempt. It is read for information only: nothing
-fails when it is missing or damaged. `resource_usage` says what a run used of its machine; each rule is a pure function
-of it that returns the evidence for its advice, whose words are a row of `knowledge/findings.toml`. Advice is not a
-finding: no time is lost, and nothing is changed automatically. Causes of lost time are in `stoker_watch/diagnosis/`;
-`stoker plan` has figures of other devices and machines.
+fails when it is missing or damaged. `resource_usage` says what a run used of its machine; `_applying_rules` finds in it
+the evidence for advice, whose words are rows of `knowledge/findings.toml`. Advice is not a finding: no time is lost,
+and nothing is changed automatically. Causes of lost time are in `stoker_watch/diagnosis/`; `stoker plan` has figures of
+other devices and machines.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,6 @@ class ResourceUsage:
     def fraction(self, *phases: str) -> float:
         return sum(self.phase_fractions.get(phase, 0.0) for phase in phases)
 
-    @property
-    def cores_are_busy(self) -> bool:
-        known = self.cores is not None and self.used_cores is not None
-        return known and (self.used_cores or 0.0) >= CPU_SATURATED_FRACTION * (self.cores or 0.0)
-
-    @property
-    def has_half_the_memory(self) -> bool:
-        return self.gpu_memory_fraction is not None and self.gpu_memory_fraction <= MAX_SHARED_MEMORY_FRACTION
-
 
 def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceUsage:
     totals, training, host_cores = run.totals, run.training, environment.get("cores")
@@ -146,7 +137,7 @@ def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceU
 
 
 def advise_sizing(usage: ResourceUsage) -> list[Finding]:
-    found = {rule.__name__: evidence for rule in RULES if (evidence := rule(usage))}
+    found = dict(_applying_rules(usage))
     rows = read_toml("findings.toml") if found else {}
     return [
         Finding(id=id, severity="info", title=rows[id]["meaning"], fix=rows[id]["fix"], evidence=evidence)
@@ -154,84 +145,42 @@ def advise_sizing(usage: ResourceUsage) -> list[Finding]:
     ]
 
 
-def more_cores(usage: ResourceUsage) -> list[Evidence]:
-    """All cores are busy while the device waits for decoding, not for bytes."""
-    input_wait, compute = usage.fraction("input_wait"), usage.fraction("compute")
-    if not usage.cores_are_busy or usage.cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
-        return []
-    if usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION:
-        return []
-    cores = math.ceil(usage.cores * (compute + input_wait) / compute)
-    change = f" ({usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per rank)"
-    per_rank = change if usage.devices > 1 else ""
-    enough = Evidence(text=f"about {cores} cores{per_rank} would decode as fast as the training needs it", value=cores)
-    return [_phase(usage, "input_wait"), _cores(usage), enough]
-
-
-def local_disk(usage: ResourceUsage) -> list[Evidence]:
-    """Reading bytes is too slow."""
-    fraction = usage.fetch_fraction
-    if fraction is None or fraction < MIN_FETCH_FRACTION or usage.fraction("input_wait") < INPUT_BOUND_MODERATE:
-        return []
-    text = f"{100 * fraction:.0f} % of this was reading bytes"
-    read = Evidence(text=text, value=fraction, source="steps.jsonl: input_wait_stages.fetch")
-    return [_phase(usage, "input_wait"), read]
-
-
-def smaller_gpu(usage: ResourceUsage) -> list[Evidence]:
-    """The device waits although all cores are busy, and most of its memory is free."""
-    if not usage.cores_are_busy or usage.fraction("input_wait") < INPUT_BOUND_HIGH or not usage.has_half_the_memory:
-        return []
-    return [_phase(usage, "compute"), _phase(usage, "input_wait"), _cores(usage), *_gpu(usage)]
-
-
-def shared_gpu(usage: ResourceUsage) -> list[Evidence]:
-    """The model is too small for the GPU: use a MIG slice, or run two jobs at once."""
-    if usage.sm_active is None or usage.sm_active >= SM_ACTIVE_LOW or not usage.has_half_the_memory:
-        return []
-    if usage.fraction("input_wait") >= INPUT_BOUND_HIGH or usage.fraction("compute") < SM_ACTIVE_LOW:
-        return []  # it is idle for another reason
-    return [_phase(usage, "compute"), *_gpu(usage)]
-
-
-def larger_gpu(usage: ResourceUsage) -> list[Evidence]:
-    """The device is busy all of the time."""
-    if usage.sm_active is None or usage.sm_active < SM_ACTIVE_HIGH or usage.fraction("compute") < MIN_COMPUTE_FRACTION:
-        return []
-    return [_phase(usage, "compute"), *_gpu(usage)]
-
-
-def fewer_gpus(usage: ResourceUsage) -> list[Evidence]:
-    """GPUs wait for each other."""
-    return [] if usage.on_cpu else _waiting_ranks(usage)
-
-
-def fewer_ranks(usage: ResourceUsage) -> list[Evidence]:
-    """Ranks that compute on CPUs wait for each other."""
-    return _waiting_ranks(usage) if usage.on_cpu else []
-
-
-def _waiting_ranks(usage: ResourceUsage) -> list[Evidence]:
-    if usage.devices < 2 or usage.fraction("comm", "straggler") < MIN_COMM_FRACTION:
-        return []
-    devices = Evidence(text=f"{usage.devices} ranks", value=float(usage.devices), source="steps.jsonl: devices")
-    return [_phase(usage, "comm"), _phase(usage, "straggler"), devices]
-
-
-RULES: tuple[Callable[[ResourceUsage], list[Evidence]], ...] = (
-    more_cores, local_disk, smaller_gpu, shared_gpu, larger_gpu, fewer_gpus, fewer_ranks,
-)  # fmt: skip
+def _applying_rules(usage: ResourceUsage) -> Iterator[tuple[str, list[Evidence]]]:
+    """(id of the advice, its evidence). What was not measured is NaN here, and no comparison with it holds."""
+    measured = (usage.cores, usage.used_cores, usage.fetch_fraction, usage.sm_active, usage.gpu_memory_fraction)
+    cores, used_cores, fetch, sm_active, gpu_memory = (math.nan if value is None else value for value in measured)
+    compute, input_wait = usage.fraction("compute"), usage.fraction("input_wait")
+    are_cores_busy, waits_for_bytes = used_cores >= CPU_SATURATED_FRACTION * cores, fetch >= MIN_FETCH_FRACTION
+    has_half_the_memory = gpu_memory <= MAX_SHARED_MEMORY_FRACTION
+    of_compute, of_wait, of_gpu = _phase(usage, "compute"), _phase(usage, "input_wait"), list(_gpu(usage))
+    text = f"the run used {used_cores:.1f} of {cores:.3g} cores"
+    of_cores = Evidence(text=text, value=usage.used_cores, source="devices.jsonl: process_cpu, cpu_limit_cores")
+    if are_cores_busy and input_wait >= INPUT_BOUND_MODERATE and compute > 0 and not waits_for_bytes:
+        enough = math.ceil(cores * (compute + input_wait) / compute)
+        change = f" ({cores / usage.devices:.3g} → {enough / usage.devices:.3g} per rank)" if usage.devices > 1 else ""
+        text = f"about {enough} cores{change} would decode as fast as the training needs it"
+        yield "more_cores", [of_wait, of_cores, Evidence(text=text, value=enough)]
+    if waits_for_bytes and input_wait >= INPUT_BOUND_MODERATE:
+        text = f"{100 * fetch:.0f} % of this was reading bytes"
+        source = "steps.jsonl: input_wait_stages.fetch"
+        yield "local_disk", [of_wait, Evidence(text=text, value=fetch, source=source)]
+    if are_cores_busy and input_wait >= INPUT_BOUND_HIGH and has_half_the_memory:
+        yield "smaller_gpu", [of_compute, of_wait, of_cores, *of_gpu]
+    is_idle_otherwise = input_wait >= INPUT_BOUND_HIGH or compute < SM_ACTIVE_LOW
+    if sm_active < SM_ACTIVE_LOW and has_half_the_memory and not is_idle_otherwise:  # a MIG slice, or two jobs at once
+        yield "shared_gpu", [of_compute, *of_gpu]
+    if sm_active >= SM_ACTIVE_HIGH and compute >= MIN_COMPUTE_FRACTION:
+        yield "larger_gpu", [of_compute, *of_gpu]
+    if usage.devices >= 2 and usage.fraction("comm", "straggler") >= MIN_COMM_FRACTION:
+        ranks = Evidence(text=f"{usage.devices} ranks", value=float(usage.devices), source="steps.jsonl: devices")
+        advice = "fewer_ranks" if usage.on_cpu else "fewer_gpus"
+        yield advice, [_phase(usage, "comm"), _phase(usage, "straggler"), ranks]
 
 
 def _phase(usage: ResourceUsage, phase: str) -> Evidence:
     fraction = usage.fraction(phase)
     text = f"{phase} {fmt.percentage(fraction)} of the time"
     return Evidence(text=text, value=fraction, source=f"steps.jsonl: phases.{phase}")
-
-
-def _cores(usage: ResourceUsage) -> Evidence:
-    text = f"the run used {usage.used_cores or 0.0:.1f} of {usage.cores or 0.0:.3g} cores"
-    return Evidence(text=text, value=usage.used_cores, source="devices.jsonl: process_cpu, cpu_limit_cores")
 
 
 def _gpu(usage: ResourceUsage) -> Iterator[Evidence]:
