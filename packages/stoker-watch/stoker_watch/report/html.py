@@ -8,7 +8,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,8 @@ def _templates(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        class_names, class_rows, coco_metrics, confusion_rows, confusion_table, flatten, error_rows, event_rows,
-        icicle, join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, quarantine_rows, render_image,
-        next_commands, setting_rows, table, explain.probe_rows,
+        bar, class_names, class_rows, confusion_table, flatten, filled_table, icicle, join, ledger_order, metric_rows,
+        phase_color, phase_name, render_image, next_commands, sum_error_types, table, tag, explain.probe_rows,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -122,10 +121,19 @@ def _templates(folder: Path) -> jinja2.Environment:
         "plotly": _plotly,
         "fmt": fmt,
         "draw": draw,
+        "coco_metrics": list(zip(COCO_TITLES, COCO_SUMMARY, strict=True)),
+        "error_type_advice": explain.ERROR_TYPE_ADVICE,
         "probe_heads": explain.PROBE_HEADS,
         "max_class_rows": MAX_CLASS_ROWS,
     }
     return environment
+
+
+def filled_table(caption: str, head: Sequence[str], *, caller: Callable[..., str], **options: Any) -> Markup:
+    """A `table` whose rows a template gives: `{% call(row) filled_table(…) %}` … `{{ row([cell, …]) }}`."""
+    rows: list[list[Child]] = []
+    caller(rows.append)
+    return table(caption, head, rows, **options)
 
 
 def _read_asset(name: str) -> Markup:
@@ -149,21 +157,7 @@ def ledger_order(rows: list[explain.PhaseTime]) -> list[explain.PhaseTime]:
     return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
 
 
-# Rows of tables
-
-
-def phase_rows(explanation: explain.RunExplanation) -> list[list[Child]]:
-    rows: list[list[Child]] = []
-    for name, row in explanation.rows():
-        swatch = tag("span", class_="key", style=f"background:{phase_color(row.phase)}", aria_hidden="true")
-        is_part = name.startswith(" ")
-        label = f"of this {name.strip()}" if is_part else tag("span", swatch, phase_name(name), class_="nobr")
-        rows.append([label, *explanation.time_cells(row.device_s, row.fraction), row.meaning])
-    return [*rows, ["total", *explanation.time_cells(explanation.device_s, 1.0), ""]]
-
-
-def coco_metrics(metrics: Metrics) -> list[tuple[str, float | None]]:
-    return [(title, getattr(metrics, name)) for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)]
+# Rows of tables that are more than a loop in the template
 
 
 def metric_rows(metrics: Metrics) -> list[list[Child]]:
@@ -187,20 +181,6 @@ def class_rows(evaluation: Evaluation) -> list[list[Child]]:
         most_frequent = f"{error} ({count:,})" if count else "none"
         rows.append([row.name, fmt.count(row.boxes), ap, fmt.metric(row.ap50), *at_best, most_frequent])
     return rows
-
-
-def error_rows(evaluation: Evaluation) -> list[list[Child]]:
-    counts = sum_error_types(evaluation)
-    highest = max(counts.values(), default=0)
-    return [
-        [name, fmt.count(count), bar(count / highest, color="var(--c3)"), *explain.ERROR_TYPE_ADVICE[name]]
-        for name, count in counts.most_common()
-    ]
-
-
-def confusion_rows(evaluation: Evaluation) -> list[list[Child]]:
-    names = class_names(evaluation)
-    return [[names[row.gt_label], names[row.pred_label], fmt.count(row.count)] for row in evaluation.confusions[:10]]
 
 
 def confusion_table(evaluation: Evaluation) -> Markup:
@@ -234,25 +214,3 @@ def next_commands(report: RunReport) -> list[tuple[str, str]]:
             ("Evaluate again, or on another data set:", "stoker eval {run}"),
         )
     ]
-
-
-def quarantine_rows(report: RunReport) -> list[list[Child]]:
-    return [[row.path, row.error.partition("\n")[0], fmt.count(row.image_index)] for row in report.quarantined]
-
-
-def setting_rows(report: RunReport) -> dict[str, list[list[Child]]]:
-    """Section → its rows."""
-    rows: dict[str, list[list[Child]]] = {}
-    for row in report.settings:
-        reason = tag("b", "set by you") if row.reason is None else row.reason
-        rows.setdefault(row.section, []).append([row.name, row.value, reason])
-    return rows
-
-
-def event_rows(report: RunReport) -> list[list[Child]]:
-    rows: list[list[Child]] = []
-    for event in report.events:
-        after, step = fmt.duration(max(0.0, event.t - (report.start_t or 0.0))), event.step
-        text = tag("span", event.text, class_="message")
-        rows.append([after, event.kind.replace("_", " "), "" if step is None else fmt.count(step), text])
-    return rows

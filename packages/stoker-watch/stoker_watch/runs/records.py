@@ -294,10 +294,10 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
         if free is False and (working_dir / EVENTS).exists():
             return working_dir
     if weights:
-        return store.fetch_files(uri, (CONFIG,), first_existing_of=(BEST, FINAL), fallback_checkpoints=CHECKPOINTS)
+        return store.fetch_files(uri, (CONFIG,), first_of=(BEST, FINAL, f"{CHECKPOINTS}/step-*.safetensors"))
     names = (CONFIG, ENVIRONMENT, EVALUATION, THUMBNAILS, FINDINGS, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES,
-             QUARANTINE, LEASE_FILE)  # fmt: skip
-    return store.fetch_files(uri, names, subfolder=RANKS)
+             QUARANTINE, LEASE_FILE, f"{RANKS}/*")  # fmt: skip
+    return store.fetch_files(uri, names)
 
 
 def is_finished(run: Path) -> bool:

@@ -344,18 +344,10 @@ def has_all_events(folder: Path, remote_events: bytes) -> bool:
     return path.is_file() and path.read_bytes().startswith(remote_events)
 
 
-def fetch_files(
-    uri: StorageUri,
-    names: Iterable[str],
-    *,
-    subfolder: str = "",
-    first_existing_of: Iterable[str] = (),
-    fallback_checkpoints: str = "",
-) -> Path:
-    """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
-    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
-    that have not changed since the last download are not downloaded again. Raises UsageError when there is no run,
-    StorageError."""
+def fetch_files(uri: StorageUri, names: Iterable[str], *, first_of: Iterable[str] = ()) -> Path:
+    """A local folder with the files of the run that fit one of the patterns `names`, and the last file of the first
+    pattern of `first_of` that has any. Files that have not changed since the last download are not downloaded again.
+    Raises UsageError when there is no run, StorageError."""
     store = open_store(uri)
     try:
         remote_events = store.read(uri.child(EVENT_LOG).key)
@@ -368,17 +360,18 @@ def fetch_files(
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / URI_FILE, str(uri).encode())
     etags_path = folder / ETAGS_FILE
-    etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
-    subfolder_names = [f"{subfolder}/{name}" for name in list_keys(store, uri.child(subfolder))] if subfolder else []
-    fetched_before = [name for name in etags if subfolder and name.startswith(f"{subfolder}/")]
-    for name in dict.fromkeys([*names, *subfolder_names, *fetched_before]):
-        _update_file(store, uri, folder, name, etags)
-    keys_by_name = list_keys(store, uri) if fallback_checkpoints else {}
-    weight_files = fnmatch.filter(keys_by_name, f"{fallback_checkpoints}/step-*.safetensors")
-    for name in (*first_existing_of, *sorted(weight_files, reverse=True)):
-        if _update_file(store, uri, folder, name, etags):
-            break
-    write_atomic(etags_path, json.dumps(etags).encode())
+    old_etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
+    etags = {info.key.removeprefix(f"{uri.key}/"): info.etag for info in store.list(uri.key)}
+    wanted = {name for pattern in names for name in fnmatch.filter(etags, pattern)}
+    wanted |= set(next(filter(None, (sorted(fnmatch.filter(etags, pattern))[-1:] for pattern in first_of)), []))
+    for name in old_etags.keys() - wanted:
+        (folder / name).unlink(missing_ok=True)
+    for name in wanted:
+        is_same = etags[name] is not None and etags[name] == old_etags.get(name)
+        if not (is_same and (folder / name).is_file()):
+            with contextlib.suppress(ObjectMissing):  # removed after the listing
+                download(store, uri.child(name).key, folder / name)
+    write_atomic(etags_path, json.dumps({name: etags[name] for name in wanted}).encode())
     return folder
 
 
@@ -390,20 +383,6 @@ def not_a_run_error(uri: StorageUri) -> UsageError:
         siblings = []
     cause, fix = f"it has no {EVENT_LOG}", "name the URI that was given to training as --run-dir"
     return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
-
-
-def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
-    """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
-    target, key = folder / name, uri.child(name).key
-    if (info := store.stat(key)) is not None:
-        if target.is_file() and info.etag is not None and etags.get(name) == info.etag:
-            return True
-        with contextlib.suppress(ObjectMissing):  # removed after `stat`
-            etags[name] = download(store, key, target).etag
-            return True
-    target.unlink(missing_ok=True)
-    etags.pop(name, None)
-    return False
 
 
 def download(store: Store, key: str, target: Path) -> ObjectInfo:
