@@ -1,6 +1,5 @@
 """The commands that record and read runs: `watch`, `why`, `compare`, `report`. Each imports its code when it runs."""
 
-import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,14 +95,11 @@ def why(
 
 
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
+    from stoker_watch.report.console import progress_bar
     from stoker_watch.report.runs_summary import summarize_runs
 
-    if not sys.stderr.isatty():
-        return summarize_runs(runs_dir, price_per_device_hour)
-    show = functools.partial(print, end="", file=sys.stderr)
-    summary = summarize_runs(runs_dir, price_per_device_hour, lambda count: show(f"\r{count:,} runs"))
-    show("\r\x1b[K")
-    return summary
+    with progress_bar("reading runs") as progress:
+        return summarize_runs(runs_dir, price_per_device_hour, lambda count: progress(count, None))
 
 
 @described

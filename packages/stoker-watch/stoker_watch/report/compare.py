@@ -7,7 +7,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 from rich.console import RenderableType
@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from stoker_watch.errors import UsageError
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import facts, plain_text, print_renderables, table
-from stoker_watch.report.explain import RunExplanation, explain_run, open_records
+from stoker_watch.report.explain import PhaseTime, RunExplanation, explain_run, open_records
 from stoker_watch.report.run_report import read_settings_rows
 from stoker_watch.report.sizing import comparable, read_environment
 from stoker_watch.runs.records import STEPS, read_lines
@@ -166,19 +166,14 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         states=(first.state, second.state),
     )
     comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
-    commands = list(map(_command, descriptions))
+    argvs = [found.get("argv") for found in descriptions]
+    commands = [shlex.join(map(str, argv)) if isinstance(argv, list) else "" for argv in argvs]
     if not any(settings) and all(commands) and commands[0] != commands[1]:
         comparison.statement.append(f"The commands differ: {commands[0]} → {commands[1]}")
     if bool(settings[0]) != bool(settings[1]):
         which = "second" if settings[0] else "first"
         comparison.statement.append(f"The {which} has no settings; they are not compared.")
     return comparison
-
-
-def _command(environment: Mapping[str, Any]) -> str:
-    """The command of a job; empty: it is not recorded."""
-    argv = environment.get("argv")
-    return shlex.join(map(str, argv)) if isinstance(argv, list) else ""
 
 
 def _unit(first: RunExplanation, second: RunExplanation) -> tuple[str, tuple[float, float]]:
@@ -192,16 +187,18 @@ def _unit(first: RunExplanation, second: RunExplanation) -> tuple[str, tuple[flo
 
 
 def _phase_changes(first: RunExplanation, second: RunExplanation, units: tuple[float, float]) -> list[PhaseChange]:
-    before, after = ({row.phase: (row.device_s, row.fraction) for row in run.phases} for run in (first, second))
+    before, after = ({row.phase: row for row in run.phases} for run in (first, second))
+    no_time = PhaseTime(phase="", device_s=0.0, fraction=0.0, cost=None, meaning="")
     changes = [
         PhaseChange(
             phase=name,
-            before_s=before.get(name, (0.0, 0.0))[0] / units[0],
-            after_s=after.get(name, (0.0, 0.0))[0] / units[1],
-            before_fraction=before.get(name, (0.0, 0.0))[1],
-            after_fraction=after.get(name, (0.0, 0.0))[1],
+            before_s=old.device_s / units[0],
+            after_s=new.device_s / units[1],
+            before_fraction=old.fraction,
+            after_fraction=new.fraction,
         )
         for name in dict.fromkeys([*before, *after])
+        for old, new in [(before.get(name, no_time), after.get(name, no_time))]
     ]
     # of equal differences, `compute` last: lost time is what can be changed
     return sorted(changes, key=lambda row: (-round(abs(row.after_s - row.before_s), 9), row.phase == "compute"))

@@ -99,7 +99,7 @@ def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(title: str) -> Iterator[Callable[[int, int | None], None]]:
     """Shows a bar on stderr while the block runs, if it is a terminal. Yields a function of (done, total)."""
     if not supports_cursor(sys.stderr):
         yield lambda _done, _all: None

@@ -4,9 +4,9 @@ Each run is read as `stoker why` reads it (`explain.py`), one after the other; o
 that cannot be read is listed and left out. Terminal and page (`html.py`) show the same tables."""
 
 import dataclasses
-import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -147,7 +147,7 @@ def summarize_runs(
         except Exception as error:  # noqa: BLE001 (no run may hide the others)
             _add_unreadable(summary, run, error)
         else:
-            _add_run(summary, explanation, host, months.by_month)
+            _add_run(summary, explanation, host, months)
         if on_progress is not None:
             on_progress(number)
     if not summary.runs and not summary.num_unreadable:
@@ -191,42 +191,47 @@ def _add_unreadable(runs_summary: RunsSummary, run: str, error: Exception) -> No
 
 
 class _Months(Observer):
-    """Month (UTC) → (device-seconds, compute), by the end of each window, over all ranks."""
+    """Device-seconds and compute by month (UTC) of the end of each window, over all ranks."""
 
     def __init__(self) -> None:
-        self.by_month: dict[str, tuple[float, float]] = {}
+        self.device_s, self.compute_s = Counter[str](), Counter[str]()
 
     def window(self, rank: int, window: StepWindow) -> None:  # noqa: ARG002 (all ranks count)
-        month = _month(int(window.t // 86400))
-        device_s, compute_s = self.by_month.get(month, (0.0, 0.0))
-        compute_s += window.phases.get("compute", 0.0)
-        self.by_month[month] = (device_s + window.wall_s * window.devices, compute_s)
+        month = time.strftime("%Y-%m", time.gmtime(window.t))
+        self.device_s[month] += window.wall_s * window.devices
+        self.compute_s[month] += window.phases.get("compute", 0.0)
 
 
-@functools.cache
-def _month(day: int) -> str:
-    """The month of a day, which is counted from 1970 on."""
-    return time.strftime("%Y-%m", time.gmtime(86400 * day))
-
-
-def _add_run(
-    summary: RunsSummary, explanation: RunExplanation, host: str, months: dict[str, tuple[float, float]]
-) -> None:
+def _add_run(summary: RunsSummary, explanation: RunExplanation, host: str, months: _Months) -> None:
     price, device_s, findings = explanation.price_range, explanation.device_s, explanation.findings
     measured_s = compute_s = 0.0
     if explanation.productive_fraction is not None:
         measured_s, compute_s = device_s, explanation.productive_fraction * device_s
         for phase in explanation.phases:
             _row(summary.phases, phase.phase, phase.meaning).add(price, phase.device_s)
-        _add_loss(summary, explanation, host, measured_s - compute_s)
+    if (lost_s := measured_s - compute_s) > 0:
+        lost_cost = Cost()
+        lost_cost.add(price, lost_s)
+        lost = RunSummary(
+            run=explanation.run,
+            host=host,
+            state=explanation.state,
+            device_s=device_s,
+            lost_s=lost_s,
+            lost_cost=lost_cost,
+            largest_loss=explanation.largest_loss.phase if explanation.largest_loss else "",
+            finding=findings[0].title if findings else "",
+        )
+        ordered = sorted([*summary.worst_runs, lost], key=lambda row: -row.lost_s)  # of equal ones the earlier first
+        summary.worst_runs = ordered[:MAX_WORST_RUNS]
     summary.add(price, device_s, measured_s, compute_s)
     summary.states[explanation.state] = summary.states.get(explanation.state, 0) + 1
     summary.list_priced_runs += price is not None and bool(price.currency)
     for finding in findings:
         _row(summary.findings, finding.id, _title(finding)).add(price, finding.lost_device_s or 0.0)
     _row(summary.hosts, host).add(price, device_s, measured_s, compute_s)
-    for month, (month_s, trained_s) in months.items():
-        known = (month_s, trained_s) if measured_s else (0.0, 0.0)
+    for month, month_s in months.device_s.items():
+        known = (month_s, months.compute_s[month]) if measured_s else (0.0, 0.0)
         _row(summary.months, month).add(price, month_s, *known)
     failure = next((finding for finding in findings if finding.id not in CATALOG), None)  # the likeliest first
     if failure is not None and explanation.state in ("killed", "failed", "preempted", "unknown"):
@@ -242,26 +247,6 @@ def _title(finding: Finding) -> str:
     """What its id means: the title of a single finding may name a line or a file of its run."""
     row = CATALOG.get(finding.id) or endings().get(finding.id)
     return finding.title if row is None else row.title
-
-
-def _add_loss(summary: RunsSummary, explanation: RunExplanation, host: str, lost_s: float) -> None:
-    """Lists the run if it is one of those that lost most."""
-    if lost_s <= 0:
-        return
-    lost_cost = Cost()
-    lost_cost.add(explanation.price_range, lost_s)
-    row = RunSummary(
-        run=explanation.run,
-        host=host,
-        state=explanation.state,
-        device_s=explanation.device_s,
-        lost_s=lost_s,
-        lost_cost=lost_cost,
-        largest_loss=explanation.largest_loss.phase if explanation.largest_loss else "",
-        finding=explanation.findings[0].title if explanation.findings else "",
-    )
-    worst = sorted([*summary.worst_runs, row], key=lambda row: -row.lost_s)  # stable: of equal ones the earlier first
-    summary.worst_runs = worst[:MAX_WORST_RUNS]
 
 
 def _row(rows: list[Aggregate], name: str, meaning: str = "") -> Aggregate:
@@ -337,7 +322,7 @@ def summary_rows(summary: RunsSummary) -> Iterator[tuple[str, str]]:
 
 def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
     """The tables by name, in order; some may be empty. The phases are those of the runs whose compute is known."""
-    phases = _time_table("phase", "device time by phase", summary.phases, summary.measured_s)
+    phases = _sums_table("device time by phase", "phase", summary.phases, summary.measured_s)
     if phases.rows:
         phases.rows.append(["total", _hours(summary.measured_s), "100 %", "", "", ""])
     overlap = "findings (they overlap with the phases and with each other)"
@@ -351,9 +336,9 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
     unreadable = [[row.run, row.error] for row in summary.unreadable]
     return {
         "phases": phases,
-        "findings": _time_table("cause", overlap, summary.findings, summary.device_s),
-        "months": _aggregate_table("by month, UTC", "month", summary.months),
-        "hosts": _aggregate_table("by host", "host", summary.hosts),
+        "findings": _sums_table(overlap, "cause", summary.findings, summary.device_s),
+        "months": _sums_table("by month, UTC", "month", summary.months),
+        "hosts": _sums_table("by host", "host", summary.hosts),
         "worst": SummaryTable(title="most device time lost", heads=worst_heads, rows=worst, right=(1, 2, 3)),
         "failures": SummaryTable(title="ended early", heads=failure_heads, rows=failures, right=(1,)),
         "unreadable": SummaryTable(
@@ -362,23 +347,17 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
     }
 
 
-def _time_table(noun: str, title: str, aggregates: list[Aggregate], total_s: float) -> SummaryTable:
-    """A finding that is not about time has no numbers besides its runs."""
+def _sums_table(title: str, noun: str, sums: list[Aggregate], total_s: float | None = None) -> SummaryTable:
+    """total_s: the time that the rows are parts of, each with a meaning; one that is not about time, as of some
+    findings, has no numbers besides its runs. None: the rows are whole runs, and their compute is shown."""
     rows = []
-    for row in aggregates:
-        fraction = fmt.percentage(row.device_s / total_s if total_s > 0 else None)
-        times = [_hours(row.device_s), fraction, str(row.cost)] if row.device_s > 0 else ["", "", ""]
-        rows.append([row.name, *times, fmt.count(row.runs), row.meaning])
-    heads = (noun, "device-hours", "fraction", "cost", "runs", "meaning")
-    return SummaryTable(title=title, heads=heads, rows=rows, right=range(1, 5), noun=noun)
-
-
-def _aggregate_table(title: str, noun: str, aggregates: list[Aggregate]) -> SummaryTable:
-    rows = [
-        [row.name, _hours(row.device_s), fmt.percentage(row.productive_fraction), str(row.cost), fmt.count(row.runs)]
-        for row in aggregates
-    ]
-    heads = (noun, "device-hours", "trained", "cost", "runs")
+    for row in sums:
+        fraction = row.productive_fraction if total_s is None else row.device_s / total_s if total_s > 0 else None
+        times = [_hours(row.device_s), fmt.percentage(fraction), str(row.cost)]
+        times = times if total_s is None or row.device_s > 0 else ["", "", ""]
+        rows.append([row.name, *times, fmt.count(row.runs), *([] if total_s is None else [row.meaning])])
+    fraction_head, last = ("trained", ()) if total_s is None else ("fraction", ("meaning",))
+    heads = (noun, "device-hours", fraction_head, "cost", "runs", *last)
     return SummaryTable(title=title, heads=heads, rows=rows, right=range(1, 5), noun=noun)
 
 
