@@ -8,7 +8,7 @@ import functools
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from stoker_watch.errors import writing
 from stoker_watch.report import explain
 from stoker_watch.report import format as fmt
 from stoker_watch.report.page import charts as draw
-from stoker_watch.report.page.icicle import icicle
+from stoker_watch.report.page.icicle import icicle, place_rows
 from stoker_watch.report.page.images import render_image
-from stoker_watch.report.page.markup import Child, Markup, bar, clean, join, table, tag
+from stoker_watch.report.page.markup import Child, Markup, bar, clean, join, tag
 from stoker_watch.report.run_report import RunReport, collect, sum_error_types
 from stoker_watch.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker_watch.report.sizing import flatten, gpu_names
@@ -112,8 +112,8 @@ def _templates(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        bar, class_names, class_rows, confusion_table, flatten, filled_table, icicle, join, ledger_order, metric_rows,
-        phase_color, phase_name, render_image, next_commands, sum_error_types, table, tag, explain.probe_rows,
+        bar, class_names, class_rows, confusion_rows, flatten, icicle, join, ledger_order, metric_rows, phase_color,
+        phase_name, place_rows, render_image, next_commands, sum_error_types, tag, explain.probe_rows,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -127,13 +127,6 @@ def _templates(folder: Path) -> jinja2.Environment:
         "max_class_rows": MAX_CLASS_ROWS,
     }
     return environment
-
-
-def filled_table(caption: str, head: Sequence[str], *, caller: Callable[..., str], **options: Any) -> Markup:
-    """A `table` whose rows a template gives: `{% call(row) filled_table(…) %}` … `{{ row([cell, …]) }}`."""
-    rows: list[list[Child]] = []
-    caller(rows.append)
-    return table(caption, head, rows, **options)
 
 
 def _read_asset(name: str) -> Markup:
@@ -183,8 +176,8 @@ def class_rows(evaluation: Evaluation) -> list[list[Child]]:
     return rows
 
 
-def confusion_table(evaluation: Evaluation) -> Markup:
-    """The confusion matrix; the darker a cell, the larger its fraction of the row."""
+def confusion_rows(evaluation: Evaluation) -> tuple[list[str], list[list[Child]]]:
+    """Names of the columns, and the rows; the darker a cell, the larger its fraction of the row."""
     matrix, classes = evaluation.confusion_matrix, class_names(evaluation)
     names = [*(classes[label] for label in matrix.labels), "other classes", "background"]
     shown = [n for n in range(len(names)) if len(matrix.labels) < len(classes) or names[n] != "other classes"]
@@ -197,8 +190,7 @@ def confusion_table(evaluation: Evaluation) -> Markup:
             style = f"background:color-mix(in srgb, {color} {share:.0f}%, transparent)"
             cells.append("" if i == j == len(names) - 1 else tag("span", fmt.count(count), class_="cell", style=style))
         rows.append([names[i], *cells])
-    caption = "Confusion matrix: ground truth in rows, predictions in columns"
-    return table(caption, ["", *(names[n] for n in shown)], rows, right=range(1, len(shown) + 1))
+    return [names[n] for n in shown], rows
 
 
 def next_commands(report: RunReport) -> list[tuple[str, str]]:

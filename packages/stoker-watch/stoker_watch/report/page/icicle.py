@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from stoker_watch.diagnosis.places.trees import PlaceNode
 from stoker_watch.report import format as fmt
 from stoker_watch.report.explain import PHASE_COLORS
-from stoker_watch.report.page.markup import Child, Markup, table, tag
+from stoker_watch.report.page.markup import Child, Markup, tag
 
 ROW_HEIGHT = 24
 MIN_NAMED = 0.03
@@ -21,21 +21,18 @@ _COLORS = {
 """Kind of samples, or part of stoker → the phase that has its color; others have the name of a phase, or none."""
 
 
-def icicle(tree: PlaceNode) -> Markup:
-    title = f"{tree.name[:1].upper()}{tree.name[1:]}"
-    total = f"{fmt.duration(tree.seconds)}, {fmt.plural(tree.samples, 'sample')}"
-    label = f"Icicle chart: {title}, {total}. The table below it has the same numbers."
+def icicle(tree: PlaceNode, label: str) -> Markup:
+    """The drawing. label: what a screen reader says."""
     boxes, height = list(_boxes(tree, tree, 0.0, 0)), _depth(tree) * ROW_HEIGHT
-    drawn = tag("svg", boxes, width="100%", height=height, class_="icicle", role="img", aria_label=label)
-    heads = ("place", "time", "95 % interval", "fraction", "samples", "mostly")
-    rows: list[list[Child]] = [
+    return tag("svg", boxes, width="100%", height=height, class_="icicle", role="img", aria_label=label)
+
+
+def place_rows(tree: PlaceNode) -> list[list[Child]]:
+    """Rows of a table: place, time, interval, fraction, samples, kind."""
+    return [
         [" → ".join(node.name for node in path), *_numbers(tree, path[-1]), path[-1].kind.replace("_", " ")]
         for path in _paths(tree, ())
     ]
-    numbers = table(f"Places of the {tree.name}", heads, rows, right=range(1, 5), wide=(0,), hidden=True)
-    collapsed = tag("details", tag("summary", f"{title}: {fmt.plural(len(rows), 'place')} as a table"), numbers)
-    caption = tag("figcaption", tag("b", title), " ", tag("span", total))
-    return tag("figure", caption, drawn, collapsed, class_="plot")
 
 
 def _depth(node: PlaceNode) -> int:

@@ -1,10 +1,10 @@
-"""HTML elements as values, for charts, images with boxes, tables, and the drawing of `stoker plan`. The pages
-themselves are the templates next to this file, which `report/html.py` fills.
+"""HTML elements as values, for charts, images with boxes, cells of tables, and the drawing of `stoker plan`. The pages
+themselves are the templates next to this file, which `report/html.py` fills; `macros.html` has the tables.
 
 Everything that is not `Markup` is escaped, here and in the templates, so a class called `<script>` is plain text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import markupsafe
@@ -47,31 +47,6 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
         end = "/>" if name in _SVG_VOID else ">"
         return Markup(f"<{name}{attributes_text}{end}")
     return Markup(f"<{name}{attributes_text}>{join(*children)}</{name}>")
-
-
-def table(
-    caption: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[Child]],
-    *,
-    right: Iterable[int] = (),
-    wide: Iterable[int] = (),
-    hidden: bool = False,
-) -> Markup:
-    """A table. caption: with `hidden` for screen readers only; right: columns of numbers; wide: columns of sentences,
-    which are below the other cells of a row on a phone. The first cell of a row is its heading."""
-    classes = dict.fromkeys(wide, "wide") | dict.fromkeys(right, "n")
-
-    def row_cell(column: int, content: Child) -> Markup:
-        scope = {"scope": "row"} if column == 0 else {}
-        return tag("td" if column else "th", content, **scope, class_=classes.get(column))
-
-    header = tag("tr", [tag("th", name, scope="col", class_=classes.get(n)) for n, name in enumerate(head)])
-    body = [tag("tr", [row_cell(n, content) for n, content in enumerate(row)]) for row in rows]
-    title = tag("caption", caption, class_="hidden" if hidden else None)
-    stacks = "stack" if any(column and name == "wide" for column, name in classes.items()) else None
-    rendered = tag("table", title, tag("thead", header), tag("tbody", body), class_=stacks)
-    return tag("div", rendered, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def bar(fraction: float, *, color: str = "var(--c0)") -> Markup:
