@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable
 
 from stoker_watch.findings.finding import Finding
-from stoker_watch.monitor.alerts import ALERT_DELIVERY
+from stoker_watch.monitor.alerts import ALERT_DELIVERY, Alerts, RecordLine
 from stoker_watch.monitor.options import MonitoringOptions
 from stoker_watch.runs.records import RunFolder
 from stoker_watch.secrets import mask_secrets
@@ -39,8 +39,9 @@ MAX_STDERR_BYTES = 500
 class Delivery:
     """Delivers alerts until `close`. stop: ends the run, as a signal does."""
 
-    def __init__(self, folder: RunFolder, options: MonitoringOptions, stop: Callable[[], None]) -> None:
+    def __init__(self, folder: RunFolder, options: MonitoringOptions, alerts: Alerts, stop: Callable[[], None]) -> None:
         self._folder = folder
+        self._alerts = alerts
         self._command = options.alert_command
         self._webhook = options.webhook_url()
         self._stop = stop if options.alert_exit else None
@@ -51,16 +52,17 @@ class Delivery:
         self._thread = threading.Thread(target=self._deliver, name="alerts", daemon=True)
         self._thread.start()
 
-    def notify(self, alert: Finding, t: float) -> None:
-        """Records the alert and queues its delivery. Never blocks. t: when it fired."""
-        self._folder.event("alert", alert.title, rule=alert.id, value=_value(alert))
-        if self._command is not None or self._webhook is not None:
-            if self._pending.qsize() < MAX_PENDING:
-                self._pending.put((alert, t))
-            else:
-                self._warn(f"alert not delivered, {MAX_PENDING} others are queued: {alert.title}")
-        if self._stop is not None:
-            self._stop()
+    def observe(self, line: RecordLine) -> None:
+        """Records the alerts that a line fires, and queues their delivery. Never blocks."""
+        for alert in self._alerts.observe(line):
+            self._folder.event("alert", alert.title, rule=alert.id, value=_value(alert))
+            if self._command is not None or self._webhook is not None:
+                if self._pending.qsize() < MAX_PENDING:
+                    self._pending.put((alert, line.t))
+                else:
+                    self._warn(f"alert not delivered, {MAX_PENDING} others are queued: {alert.title}")
+            if self._stop is not None:
+                self._stop()
 
     def close(self) -> None:
         """Waits for queued alerts, at most CLOSE_TIMEOUT_S + KILL_TIMEOUT_S."""

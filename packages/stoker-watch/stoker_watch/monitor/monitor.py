@@ -62,11 +62,11 @@ def monitoring(
         alerts = Alerts(options.rules(), time.time())
         sinks: dict[str, Callable[[RecordLine], None]] = {}
         if options.alert:
-            delivery = Delivery(folder, options, stop)
+            delivery = Delivery(folder, options, alerts, stop)
             stack.callback(delivery.close)
-            sinks["alerts"] = lambda line: _notify(delivery, alerts, line)
+            sinks["alerts"] = delivery.observe
         if log == "json":
-            sinks["the log"] = JsonLog(log_file or sys.stdout, run=str(folder.path)).observe
+            sinks["the log"] = json_log(log_file or sys.stdout, run=str(folder.path))
         if options.metrics_port is not None:
             sinks["metrics"] = _serve_metrics(folder, options.metrics_host, options.metrics_port, alerts, stack)
         for name in options.track:
@@ -88,11 +88,6 @@ def monitoring(
                 thread.join(CLOSE_TIMEOUT_S)
             else:  # a forked child: threads, server and connections belong to the parent
                 stack.pop_all()
-
-
-def _notify(delivery: Delivery, alerts: Alerts, line: RecordLine) -> None:
-    for alert in alerts.observe(line):
-        delivery.notify(alert, line.t)
 
 
 def _serve_metrics(
@@ -322,31 +317,28 @@ def _pass_on_lines(
                     folder.event("warning", text)
 
 
-class JsonLog:
+def json_log(file: TextIO, *, run: str) -> Callable[[RecordLine], None]:
     """`--log-format json`: writes all events, and a line of progress every PROGRESS_EVERY_S, as one JSON object each.
+    `severity`, `message` and `time` are names that the collectors of Google, Amazon and most others recognize. Raises
+    OSError if the stream cannot be written."""
+    next_progress_t = 0.0
 
-    `severity`, `message` and `time` are names that the collectors of Google, Amazon and most others recognize.
-    """
-
-    def __init__(self, file: TextIO, *, run: str) -> None:
-        self._file = file
-        self._run = run
-        self._next_progress_t = 0.0
-
-    def observe(self, line: RecordLine) -> None:
-        """Raises OSError if the stream cannot be written."""
+    def observe(line: RecordLine) -> None:
+        nonlocal next_progress_t
+        kind, severity = "steps", "INFO"
         if isinstance(line, Event):
+            kind, text = "event", line.text or describe_event(line)
             severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
-            self._write(line, "event", severity, line.text or describe_event(line))
-        elif isinstance(line, StepWindow) and line.window_steps and line.t >= self._next_progress_t:
-            self._next_progress_t = line.t + PROGRESS_EVERY_S
+        elif isinstance(line, StepWindow) and line.window_steps and line.t >= next_progress_t:
+            next_progress_t = line.t + PROGRESS_EVERY_S
             loss = line.losses.get("total")
             speed = f", {line.num_images / line.wall_s:.1f} img/s" if line.num_images else ""
             text = f"step {line.step:,}{speed}" + ("" if loss is None else f", loss {loss:.4g}")
-            self._write(line, "steps", "INFO", text)
-
-    def _write(self, line: RecordLine, kind: str, severity: str, message: str) -> None:
+        else:
+            return
         time = datetime.datetime.fromtimestamp(line.t, datetime.timezone.utc).isoformat(timespec="milliseconds")
-        entry = {"severity": severity, "message": message, "time": time, "run": self._run, "record": kind}
-        self._file.write(json.dumps(entry | {"data": msgspec.to_builtins(line)}) + "\n")
-        self._file.flush()
+        entry = {"severity": severity, "message": text, "time": time, "run": run, "record": kind}
+        file.write(json.dumps(entry | {"data": msgspec.to_builtins(line)}) + "\n")
+        file.flush()
+
+    return observe

@@ -5,6 +5,7 @@ conventions of Prometheus: base units, `_total` for counters, `_ratio` for fract
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import platform
 import re
@@ -13,7 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -63,41 +66,36 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             text = "device-seconds of rank 0 by phase of the ledger"
-            yield self._counter("phase_seconds", text, self._phases, "phase")
-            yield self._counter("steps", "optimizer steps", {"": self._steps})
+            yield self._metric(Counter, "phase_seconds", text, self._phases, "phase")
+            yield self._metric(Counter, "steps", "optimizer steps", {"": self._steps})
             if self._images:  # else they are not counted
-                yield self._counter("images", "images trained on, by all ranks", {"": self._images})
-            yield self._counter("skipped_steps", "skipped optimizer steps", {"": self._skipped_steps})
-            yield self._counter("events", "events of the run by kind", self._events, "kind")
+                yield self._metric(Counter, "images", "images trained on, by all ranks", {"": self._images})
+            yield self._metric(Counter, "skipped_steps", "skipped optimizer steps", {"": self._skipped_steps})
+            yield self._metric(Counter, "events", "events of the run by kind", self._events, "kind")
             if self._window is not None:
-                yield self._gauge("step", "optimizer steps since the start of the run", {"": self._window.step})
+                yield self._metric(Gauge, "step", "optimizer steps since the start of the run", {"": self._window.step})
             if self._last_step_window is not None:
-                yield self._gauge("loss", "loss components", self._last_step_window.losses, "part")
+                yield self._metric(Gauge, "loss", "loss components", self._last_step_window.losses, "part")
                 yield from self._gauges("", "step", {"": self._last_step_window})
             if self._scores:
-                yield self._gauge("score", "COCO metrics of the newest evaluation", self._scores, "metric")
+                yield self._metric(Gauge, "score", "COCO metrics of the newest evaluation", self._scores, "metric")
             if self._sample is not None:
                 yield from self._gauges("host_", "host", {"": self._sample})
                 yield from self._gauges("gpu_", "gpu", {str(gpu.index): gpu for gpu in self._sample.gpus}, "gpu")
         if firing := self._firing():
-            yield self._gauge("alert_firing", "1 while the condition of an --alert rule is true", firing, "rule")
+            text = "1 while the condition of an --alert rule is true"
+            yield self._metric(Gauge, "alert_firing", text, firing, "rule")
 
     def _gauges(self, prefix: str, table: str, records: dict[str, Any], label: str = "") -> Iterator[Metric]:
         """The metrics of a table of `knowledge/quantities.toml` that are measured."""
         for name, row in MEASURED.prometheus[table].items():
             values = {key: value for key, record in records.items() if (value := row.read(record)) is not None}
             if values:
-                yield self._gauge(prefix + name, row.meaning, values, label)
+                yield self._metric(Gauge, prefix + name, row.meaning, values, label)
 
-    def _counter(self, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
-        return self._make_metric(CounterMetricFamily, name, help_text, values, label)
-
-    def _gauge(self, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
-        return self._make_metric(GaugeMetricFamily, name, help_text, values, label)
-
-    def _make_metric(self, family_type: Any, name: str, help_text: str, values: dict[str, Any], label: str) -> Metric:
+    def _metric(self, family: Any, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
         """label: name of the label whose values are the keys of `values`; empty: a single value without a label."""
-        metric: Metric = family_type(f"stoker_{name}", help_text, labels=[*self._labels, *([label] if label else [])])
+        metric: Metric = family(f"stoker_{name}", help_text, labels=[*self._labels, *([label] if label else [])])
         for key, value in values.items():
             metric.add_metric([*self._labels.values(), *([key] if label else [])], float(value))  # type: ignore[attr-defined]
         return metric
@@ -150,15 +148,10 @@ class Server:
         """Answers the one request of a connection."""
         self._num_connections += 1
         try:
-            if self._num_connections <= MAX_CONNECTIONS:
-                await asyncio.wait_for(self._respond(reader, writer), REQUEST_TIMEOUT_S)
-        except (
-            OSError,
-            EOFError,
-            asyncio.LimitOverrunError,
-            asyncio.TimeoutError,
-        ):  # a client that is gone, too slow, or no client of HTTP
-            pass
+            # a client that is gone, too slow, or no client of HTTP
+            with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+                if self._num_connections <= MAX_CONNECTIONS:
+                    await asyncio.wait_for(self._respond(reader, writer), REQUEST_TIMEOUT_S)
         finally:
             self._num_connections -= 1
             writer.transport.abort()

@@ -19,9 +19,9 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
-def metric(value: float | None) -> str:
+def metric(value: float | None, digits: int = 3) -> str:
     """A COCO metric: 0.831."""
-    return MISSING if value is None else f"{value:.3f}"
+    return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def percentage(value: float | None) -> str:

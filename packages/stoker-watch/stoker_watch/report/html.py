@@ -25,7 +25,7 @@ from stoker_watch.report.page.markup import Child, Markup, bar, clean, join, tag
 from stoker_watch.report.run_report import RunReport, collect, sum_error_types
 from stoker_watch.report.runs_summary import RunsSummary, make_tables, summary_rows
 from stoker_watch.report.sizing import flatten, gpu_names
-from stoker_watch.runs.evaluation import COCO_SUMMARY, COCO_TITLES, Evaluation, Metrics, Thumbnail, read_thumbnails
+from stoker_watch.runs.evaluation import COCO_SUMMARY, COCO_TITLES, Evaluation, Thumbnail, read_thumbnails
 from stoker_watch.runs.records import PHASES, REPORT
 from stoker_watch.secrets import mask_argv
 from stoker_watch.storage.local_files import write_atomic
@@ -112,8 +112,8 @@ def _templates(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        bar, class_names, class_rows, confusion_rows, flatten, icicle, join, ledger_order, metric_rows, phase_color,
-        phase_name, place_rows, render_image, next_commands, sum_error_types, tag, explain.probe_rows,
+        bar, confusion_rows, flatten, icicle, join, ledger_order, phase_color, place_rows, render_image, next_commands,
+        sum_error_types, tag, explain.probe_rows,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {
@@ -138,10 +138,6 @@ def _plotly() -> Markup:
     return _read_asset("plotly.min.js")
 
 
-def phase_name(phase: str) -> str:
-    return phase.replace("_", " ")
-
-
 def phase_color(phase: str) -> str:
     return explain.PHASE_COLORS.get(phase, "var(--c8)")
 
@@ -150,35 +146,9 @@ def ledger_order(rows: list[explain.PhaseTime]) -> list[explain.PhaseTime]:
     return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
 
 
-# Rows of tables that are more than a loop in the template
-
-
-def metric_rows(metrics: Metrics) -> list[list[Child]]:
-    known = sorted((row for row in metrics.per_class if row.boxes), key=lambda row: -row.boxes)
-    return [
-        [row.name, fmt.count(row.boxes), fmt.metric(row.ap), fmt.metric(row.ap50)] for row in known[:MAX_CLASS_ROWS]
-    ]
-
-
-def class_names(evaluation: Evaluation) -> list[str]:
-    return [row.name for row in evaluation.classes]
-
-
-def class_rows(evaluation: Evaluation) -> list[list[Child]]:
-    rows: list[list[Child]] = []
-    known = sorted((row for row in evaluation.classes if row.boxes), key=lambda row: -row.boxes)
-    for row in known[:MAX_CLASS_ROWS]:
-        ap = tag("span", fmt.metric(row.ap), None if row.ap is None else [" ", bar(row.ap)], class_="nobr")
-        at_best = [fmt.MISSING if x is None else f"{x:.2f}" for x in (row.threshold, row.precision, row.recall, row.f1)]
-        error, count = max(row.error_types.items(), key=lambda item: item[1], default=("", 0))
-        most_frequent = f"{error} ({count:,})" if count else "none"
-        rows.append([row.name, fmt.count(row.boxes), ap, fmt.metric(row.ap50), *at_best, most_frequent])
-    return rows
-
-
 def confusion_rows(evaluation: Evaluation) -> tuple[list[str], list[list[Child]]]:
     """Names of the columns, and the rows; the darker a cell, the larger its fraction of the row."""
-    matrix, classes = evaluation.confusion_matrix, class_names(evaluation)
+    matrix, classes = evaluation.confusion_matrix, [row.name for row in evaluation.classes]
     names = [*(classes[label] for label in matrix.labels), "other classes", "background"]
     shown = [n for n in range(len(names)) if len(matrix.labels) < len(classes) or names[n] != "other classes"]
     rows: list[list[Child]] = []
@@ -193,16 +163,13 @@ def confusion_rows(evaluation: Evaluation) -> tuple[list[str], list[list[Child]]
     return [names[n] for n in shown], rows
 
 
-def next_commands(report: RunReport) -> list[tuple[str, str]]:
-    """(purpose, command) with the run's own paths, for a POSIX shell."""
-    run = report.run if is_uri(report.run) else os.path.abspath(expand_variables(report.run))
+def next_commands(report: RunReport) -> dict[str, str]:
+    """Purpose → command with the run's own paths, for a POSIX shell."""
+    run = shlex.quote(report.run if is_uri(report.run) else os.path.abspath(expand_variables(report.run)))
     images = [*report.evaluation.worst, *report.evaluation.best] if report.evaluation else []
     image = next((shlex.quote(image.path) for image in images if os.path.isfile(image.path)), "IMAGES")
-    return [
-        (purpose, command.format(run=shlex.quote(run), image=image))
-        for purpose, command in (
-            ("Detect objects in images:", "stoker predict {run} {image}"),
-            ("Write a file that needs no stoker:", "stoker export {run}"),
-            ("Evaluate again, or on another data set:", "stoker eval {run}"),
-        )
-    ]
+    return {
+        "Detect objects in images:": f"stoker predict {run} {image}",
+        "Write a file that needs no stoker:": f"stoker export {run}",
+        "Evaluate again, or on another data set:": f"stoker eval {run}",
+    }

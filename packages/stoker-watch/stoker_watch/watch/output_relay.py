@@ -5,9 +5,9 @@ kills its writer. So the relay is two processes: one copies, the other is on sta
 other at the end of a socket, and replaces it. The watcher or one relay process at a time may be killed: the job
 continues with its whole output, except for the data that a killed process had in memory (at most 64 KiB).
 
-`watch.py` starts it with descriptors 0: the job's output, 1: its destination, 3: the run's lock, which is held until
-the job's output ends, 4: a pipe to the watcher: a byte means that the relay is ready, its end that all is written. Only
-the standard library, so that it starts in some 20 ms.
+`watch.py` starts it with descriptors 0: the job's output, 1: its destination, the run's lock, which is held until the
+job's output ends, and a pipe to the watcher, whose number is an argument: a byte means that the relay is ready, its end
+that all is written. Only the standard library, so that it starts in some 20 ms.
 """
 
 import errno
@@ -139,8 +139,7 @@ def main() -> None:
     signal.signal(signal.SIGWINCH, lambda *_: sync_terminal_size(0, 1))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # standby processes are not waited for
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.closerange(5, os.sysconf("SC_OPEN_MAX"))
-    os.write(4, b".")  # ready: the job may start
+    os.write(int(sys.argv[2]), b".")  # ready: the job may start
     run_relay(0, 1, RotatingLog(sys.argv[1]))
 
 

@@ -398,13 +398,8 @@ def _empty_inputs(pid: int) -> list[str]:
         for fd in os.listdir(f"/proc/{pid}/fd")[:MAX_OPEN_FILES]:
             with contextlib.suppress(OSError):
                 fd_path = Path(f"/proc/{pid}/fd/{fd}")
-                if fd_path.lstat().st_mode & stat.S_IWUSR:  # open for writing
-                    continue
-                file_status = fd_path.stat()
-                if file_status.st_size or not stat.S_ISREG(file_status.st_mode) or not file_status.st_nlink:
-                    continue
-                path = os.readlink(fd_path)
-                if not _NOT_INPUT.search(path):
+                path, is_written = os.readlink(fd_path), fd_path.lstat().st_mode & stat.S_IWUSR
+                if not is_written and not _NOT_INPUT.search(path) and _is_empty(path):
                     paths.append(path)
     return paths
 

@@ -21,6 +21,7 @@ import shutil
 import signal
 import stat
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -109,10 +110,9 @@ def watch(
         done_fd, done_write_fd = os.pipe()
         log = folder.path / OUTPUT
         try:
-            for source, _, targets in streams:
-                _start_relay(source, targets[0], log, lock, done_write_fd)
+            relays = [_start_relay(source, targets[0], log, lock, done_write_fd) for source, _, targets in streams]
             os.close(done_write_fd)
-            if any(not os.read(done_fd, 1) for _ in streams):
+            if any(not os.read(done_fd, 1) for _ in relays):
                 raise StorageError("The relay of the job's output did not start.", location=output_relay.__file__)
             # after the mask: its threads must not take signals that are for the job
             stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids)))
@@ -179,32 +179,16 @@ def _streams() -> list[Stream]:
             output_relay.sync_terminal_size(source, target)
         else:
             source, slave = os.pipe()
-        streams.append((status, (_move_above_reserved_fds(source), _move_above_reserved_fds(slave), [target])))
+        streams.append((status, (source, slave, [target])))
     return [stream for _, stream in streams]
 
 
-def _move_above_reserved_fds(fd: int) -> int:
-    """Moves the descriptor above 0 to 4, which children get."""
-    if fd > 4:
-        return fd
-    new_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5)
-    os.close(fd)
-    return new_fd
-
-
-def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
-    """In a new interpreter, by vfork: independent of the threads and the size of this process."""
-    devnull = os.open(os.devnull, os.O_RDWR)
-    # copies above all descriptors of the child, so that no dup2 overwrites the source of another
-    child_fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (source, target, devnull, lock, done_write_fd)]
-    actions = [(os.POSIX_SPAWN_DUP2, fd, child_fd) for child_fd, fd in enumerate(child_fds)]
-    blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them
-    argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
-    try:
-        os.posix_spawn(sys.executable, argv, os.environ, file_actions=actions, setsigmask=blocked)
-    finally:
-        for fd in (*child_fds, devnull):
-            os.close(fd)
+def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> subprocess.Popen[bytes]:
+    """In a new interpreter, by vfork: independent of the threads and the size of this process. It holds the lock, too;
+    signals are blocked, as here, until it ignores them."""
+    argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute()), str(done_write_fd)]
+    passed = (lock, done_write_fd)
+    return subprocess.Popen(argv, stdin=source, stdout=target, stderr=subprocess.DEVNULL, pass_fds=passed)
 
 
 def _start_job(
