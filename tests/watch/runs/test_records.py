@@ -58,7 +58,6 @@ FILES = {
     "evaluation-images.json": [evaluation.Thumbnails, evaluation.Thumbnail],
 }  # fmt: skip
 """File → the structs of its records, the outermost first."""
-MEANINGS = read_toml("records.toml")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
 
 
@@ -83,7 +82,7 @@ def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
         for statement in body.body[1:]:  # after its docstring
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name, written = statement.target.id, ast.unparse(statement.annotation)
-                meaning = MEANINGS.get(own.__name__, {}).get(name, "")
+                meaning = schemas.field_meanings(own.__name__).get(name, "")
                 rows.append([name, written.replace(" | None", "").replace("'", ""), meaning])
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and rows:
                 rows[-1][2] = " ".join(str(statement.value.value).split())
@@ -123,8 +122,8 @@ def test_the_section_of_records_is_current() -> None:
 
 def test_every_meaning_is_that_of_a_field() -> None:
     structs = vars(schemas) | vars(evaluation)
-    for name, meanings in MEANINGS.items():
-        assert set(meanings) <= set(structs[name].__struct_fields__)
+    for name in read_toml("records.toml"):
+        assert set(schemas.field_meanings(name)) <= set(structs[name].__struct_fields__)
 
 
 def test_every_field_has_a_meaning() -> None:

@@ -118,9 +118,7 @@ def parse_rule(text: str) -> Rule:
     if (match := _EVENT_RULE.fullmatch(text)) is not None:
         kinds = [kind for kind in EVENT_KINDS if kind != "alert"]
         if match["kind"] not in kinds:
-            raise ConfigError(
-                f"--alert {text!r}: there is no event of this kind.", choices=kinds, fix="--alert 'on failed'"
-            )
+            raise make_error(ConfigError, "no-kind-of-event", choices=kinds, text=text)
         return Rule(text=" ".join(text.split()), name="on", kind=match["kind"])
     match = _QUANTITY_RULE.fullmatch(text)
     if match is None:

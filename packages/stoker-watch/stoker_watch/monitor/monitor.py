@@ -24,7 +24,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError
+from stoker_watch.errors import ConfigError, make_error
 from stoker_watch.monitor.alerts import Alerts, RecordLine, describe_event
 from stoker_watch.monitor.delivery import Delivery
 from stoker_watch.monitor.options import MonitoringOptions
@@ -125,8 +125,7 @@ class TrackerThread:
             folder.event("warning", f"{name} {text}")
         error = self._error
         if isinstance(error, ImportError):
-            fix = f"pip install 'stoker-watch[{name}]'"
-            raise ConfigError(f"--track {name} needs its package.", cause=str(error), fix=fix) from error
+            raise make_error(ConfigError, "tracker-not-installed", cause=str(error), name=name) from error
         if error is not None and folder.attempt == 1:  # no credentials, no server, …
             cause = f"{type(error).__name__}: {error}"
             raise ConfigError(f"--track {name} does not start.", cause=cause) from error

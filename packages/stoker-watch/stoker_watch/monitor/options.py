@@ -58,6 +58,4 @@ class MonitoringOptions:
         if self.metrics_port is None and self.metrics_host != "127.0.0.1":
             raise ConfigError("--metrics-host has no effect without --metrics-port.", fix="--metrics-port 0")
         if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
-            raise ConfigError(
-                f"--metrics-port {self.metrics_port} is not a valid port.", choices=["0 (a free port) … 65535"]
-            )
+            raise make_error(ConfigError, "no-metrics-port", port=self.metrics_port)

@@ -12,7 +12,7 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
-from stoker_watch.errors import UsageError
+from stoker_watch.errors import UsageError, make_error
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import facts, plain_text, print_renderables, table
 from stoker_watch.report.explain import PhaseTime, RunExplanation, explain_run, open_records
@@ -132,13 +132,9 @@ def _block_speeds(run: Path, lines: Iterable[StepWindow], unit: str) -> list[flo
     blocks = [rows[k * len(rows) // count : (k + 1) * len(rows) // count] for k in range(count)]
     speeds = [sum(done for _, done in block) / sum(seconds for seconds, _ in block) for block in blocks]
     if not rows:
-        what, cause = "The run has no speed to compare.", "neither its images nor its steps were counted"
-        fix = "put `stoker_watch.measure` around the training loop: it counts both (docs/watch.md)"
-        raise UsageError(what, location=run, cause=cause, fix=fix)
+        raise make_error(UsageError, "no-speed-to-compare", run)
     if len(speeds) < MIN_BLOCKS:
-        what = "The run is too short to compare its speed."
-        cause = f"it has {len(rows)} windows with {unit}; {2 * MIN_BLOCKS} are needed"
-        raise UsageError(what, location=run, cause=cause, fix="train longer")
+        raise make_error(UsageError, "too-short-to-compare", run, found=len(rows), unit=unit, needed=2 * MIN_BLOCKS)
     return [math.log(speed) for speed in speeds]
 
 

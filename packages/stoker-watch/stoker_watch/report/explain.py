@@ -30,7 +30,7 @@ from stoker_watch.diagnosis.postmortem import explain, explain_unknown
 from stoker_watch.diagnosis.reader import Observer, read_run
 from stoker_watch.diagnosis.run_data import EventSummary, PlaceTotal, RunRecords, SampledPlace, Termination
 from stoker_watch.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
-from stoker_watch.errors import StokerError, UsageError
+from stoker_watch.errors import StokerError, UsageError, make_error
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware import prices
 from stoker_watch.hardware.prices import Price
@@ -553,15 +553,12 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
     """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
     Raises UsageError for a run that is running, in a bucket, or not of `stoker train`; StokerError if it fails."""
     if is_uri(run):
-        fix = "copy the run to a local folder first"
-        raise UsageError("Experiments need a local run folder.", location=run, fix=fix)
+        raise make_error(UsageError, "experiments-in-a-bucket", run)
     path = records.open_run(run)
     if not (path / records.CONFIG).exists():
-        cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
-        raise UsageError("Experiments need a run of `stoker train`.", location=path, cause=cause)
+        raise make_error(UsageError, "experiments-without-settings", path, file=records.CONFIG)
     if is_held(path) or lease_holder(path) is not None:
-        message = "The run is still running: experiments would use its device."
-        raise UsageError(message, location=path, fix="wait for its end")
+        raise make_error(UsageError, "experiments-of-a-live-run", path)
     with contextlib.closing(records.RunFolder(path, records.last_attempt(path))) as folder:
         for result in _run_experiments(path):
             folder.append(records.PROBES, result)
@@ -586,6 +583,5 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
         if process.wait() != 0:
             stderr_file.seek(0)
             last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            cause = f"exit code {process.returncode}: {last_line[0]}"
-            fix = f"see the full output: {shlex.join(command)}"
-            raise StokerError("The experiments failed.", location=path, cause=cause, fix=fix)
+            code, line, again = process.returncode, last_line[0], shlex.join(command)
+            raise make_error(StokerError, "experiments-failed", path, code=code, line=line, command=again)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker_watch.diagnosis.endings import UNEXPLAINED
-from stoker_watch.errors import UsageError
+from stoker_watch.errors import UsageError, make_error
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.report import format as fmt
 from stoker_watch.report.explain import ERROR_TYPE_ADVICE, RunExplanation, explain_run, open_records
@@ -166,10 +166,8 @@ def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
         try:
             metrics = msgspec.convert(event.data["metrics"], Metrics)
         except msgspec.ValidationError as error:
-            what = "An evaluation of the run has an unknown format."
             location = f"{path / records.EVENTS}: evaluated at step {event.step}"
-            fix = f"read the run with the stoker version named in its {records.ENVIRONMENT}"
-            raise UsageError(what, location=location, cause=str(error), fix=fix) from error
+            raise make_error(UsageError, "metrics-of-another-version", location, cause=str(error)) from error
         result = EvalResult(step=event.step or 0, t=event.t, metrics=metrics)
         while results and results[-1].step >= result.step:
             results.pop()

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from stoker_watch.diagnosis.endings import endings
 from stoker_watch.diagnosis.engine import CATALOG
 from stoker_watch.diagnosis.reader import Observer
-from stoker_watch.errors import StokerError, UsageError
+from stoker_watch.errors import StokerError, UsageError, make_error
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.prices import CURRENCY, Price
 from stoker_watch.report import format as fmt
@@ -151,8 +151,7 @@ def summarize_runs(
         if on_progress is not None:
             on_progress(number)
     if not summary.runs and not summary.num_unreadable:
-        fix = "name a folder above the folders that training wrote"
-        raise UsageError(f"There is no run below {str(folder)!r}.", fix=fix)
+        raise make_error(UsageError, "no-run-below", folder=str(folder))
     for rows in (summary.phases, summary.findings, summary.hosts):
         rows.sort(key=lambda row: (-row.device_s, -row.runs, row.name))
     summary.months.sort(key=lambda row: row.name)

@@ -215,9 +215,8 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                         record = msgspec.structs.replace(record, text=text, data=data)
                     yield number, record
                 except msgspec.ValidationError as error:
-                    what = f"A line of the run's records is not what this stoker writes ({kind.__name__})."
-                    fix = f"read the run with the version of stoker that its {ENVIRONMENT} names"
-                    raise UsageError(what, location=f"{path}:{number}", cause=str(error), fix=fix) from error
+                    where, name, cause = f"{path}:{number}", kind.__name__, str(error)
+                    raise make_error(UsageError, "newer-record", where, cause=cause, record=name) from error
                 except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
                 except RecursionError as error:
@@ -264,8 +263,7 @@ def read_settings(run: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-        fix = "restore the file, or remove it: the run is then read without its settings"
-        raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
+        raise make_error(UsageError, "settings-damaged", path, cause=str(error)) from error
 
 
 def open_run(text: str | Path) -> Path:
@@ -280,8 +278,7 @@ def open_run(text: str | Path) -> Path:
     parent = path.parent if path.parent.exists() else Path("runs")
     runs = sorted(str(p.parent) for p in parent.glob(f"*/{EVENTS}"))[-8:]
     cause = "the folder has no " + EVENTS if path.exists() else "there is no such folder"
-    fix = "name a run folder that `stoker train` or `stoker watch` wrote"
-    raise UsageError(f"{str(path)!r} is not a run.", cause=cause, choices=runs, fix=fix)
+    raise make_error(UsageError, "folder-of-no-run", choices=runs, cause=cause, path=str(path))
 
 
 def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
+from stoker_watch.knowledge import read_toml
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -17,6 +19,11 @@ Number = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
+
+
+def field_meanings(record: str) -> dict[str, str]:
+    """Field → its meaning, of a struct of this file or of `evaluation.py`, without the fields that it inherits."""
+    return dict(read_toml("records.toml").get(record, {}))
 
 
 class Record(msgspec.Struct, kw_only=True):

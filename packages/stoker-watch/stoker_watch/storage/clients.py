@@ -94,8 +94,7 @@ def _aws_credentials() -> Credentials:
     if (key := env.get("AWS_ACCESS_KEY_ID")) and env.get("AWS_SECRET_ACCESS_KEY"):
         for name in AWS_KEYS:  # obstore panics at a line end, and a space is a wrong signature
             if env.get(name, "") != env.get(name, "").strip():
-                what = f"{name} has a space or a line end around its value."
-                raise StorageError(what, location=name, fix=f"export {name} again without it")
+                raise make_error(StorageError, "aws-variable-with-space", name, name=name)
         return Credentials(f"access key {_abbreviate_key(key)} (AWS_ACCESS_KEY_ID)")
     if env.get("AWS_WEB_IDENTITY_TOKEN_FILE") and (role := env.get("AWS_ROLE_ARN")):
         return Credentials(f"role {role} (AWS_WEB_IDENTITY_TOKEN_FILE)", iam_member=role)
@@ -104,8 +103,7 @@ def _aws_credentials() -> Credentials:
     alone = [name for name in AWS_KEYS[:2] if env.get(name)]
     if alone:
         [lack] = {*AWS_KEYS[:2]} - {*alone}
-        what = f"{alone[0]} is set without {lack}."
-        raise StorageError(what, location=alone[0], fix=f"export {lack}=…, or unset {alone[0]}")
+        raise make_error(StorageError, "aws-variable-alone", alone[0], name=alone[0], lack=lack)
     if env.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or env.get("AWS_CONTAINER_CREDENTIALS_FULL_URI"):
         return Credentials("the container's role (AWS_CONTAINER_CREDENTIALS_*)")
     if not _is_true("AWS_EC2_METADATA_DISABLED") and (role := _ec2_instance_role()):
@@ -194,8 +192,8 @@ def _read_key_file(path: Path, source: str, fix: str) -> Credentials:
     try:
         text = regular_files.read_text(path.expanduser(), max_bytes=MAX_KEY_BYTES)
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: ~ of a user that does not exist
-        what = f"The key file of {source} cannot be read."
-        raise StorageError(what, location=str(path), cause=str(error), fix=fix) from error
+        cause = str(error)
+        raise make_error(StorageError, "key-file-unreadable", path, cause=cause, fix=fix, source=source) from error
     return _parse_key_file(text, source)
 
 
@@ -206,12 +204,11 @@ def _parse_key_file(text: str, source: str) -> Credentials:
         if not isinstance(credential_type, str):
             raise ValueError("its type is no text")
     except (ValueError, AttributeError, RecursionError) as error:
-        what = "The Google credentials are not a JSON object."
-        raise StorageError(what, location=source, cause=str(error), fix=GOOGLE_KEY_FIX) from error
+        raise make_error(StorageError, "google-key-no-json", source, cause=str(error), fix=GOOGLE_KEY_FIX) from error
     missing = [name for name in GOOGLE_KEY_FIELDS.get(credential_type, ()) if not data.get(name)]
     if missing and not data.get("disable_oauth"):  # the key of an emulator has none
-        what, cause = "The Google credentials are incomplete.", f"type {credential_type}, without {', '.join(missing)}"
-        raise StorageError(what, location=source, cause=cause, fix=GOOGLE_KEY_FIX)
+        lack, fix = ", ".join(missing), GOOGLE_KEY_FIX
+        raise make_error(StorageError, "google-key-incomplete", source, fix=fix, type=credential_type, lack=lack)
     if credential_type == "service_account":
         email = data.get("client_email", "")
         return Credentials(f"service account {email} ({source})", iam_member=f"serviceAccount:{email}")
@@ -273,8 +270,7 @@ def make_clients(uri: StorageUri, credentials: Credentials, *, stall_s: float) -
         uploads = _make_client(uri, credentials, write_config, PART_RETRIES)
     except BaseError as error:
         cause = f"{str(error).partition(chr(10))[0]}; credentials: {credentials.description}"
-        what, fix = "The bucket cannot be opened.", "correct or unset the variable or the key file of these credentials"
-        raise StorageError(what, location=uri, cause=cause, fix=fix) from error
+        raise make_error(StorageError, "bucket-not-opened", uri, cause=cause) from error
     return Clients(reads, writes, uploads)
 
 

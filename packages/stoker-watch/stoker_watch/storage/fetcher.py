@@ -15,7 +15,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from stoker_watch.errors import StorageError
+from stoker_watch.errors import StorageError, make_error
 from stoker_watch.storage.store import Store
 
 MAX_IN_FLIGHT = 64
@@ -60,8 +60,7 @@ class Fetcher(contextlib.AbstractContextManager["Fetcher"]):
         """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors. Callbacks of the
         future run on the loop's thread and must be fast. It can be cancelled until its read starts."""
         if os.getpid() != self._pid:
-            fix = "Make a Fetcher after the fork, or start processes with the method spawn."
-            raise StorageError("This fetcher belongs to the parent process.", fix=fix)
+            raise make_error(StorageError, "fetcher-of-the-parent")
         read = _Read(store, key, start, length)
         with self._lock:
             if self._closed:

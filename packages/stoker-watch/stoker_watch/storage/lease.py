@@ -113,10 +113,7 @@ class Lease:
                     self._info, self._last_renewal_s = current[1], start_s
                     return
                 cause = "its lease was removed" if current is None else f"it is held by {current[0]}"
-                fix = "let the other process continue, or stop it and repeat this command"
-                self._lost = LeaseLost(
-                    "Another process has taken over this run.", location=self._uri.parent, cause=cause, fix=fix
-                )
+                self._lost = make_error(LeaseLost, "lease-lost", self._uri.parent, cause=cause)
                 raise self._lost from None
             self._holder, self._last_renewal_s = holder, start_s
 
@@ -205,8 +202,7 @@ def read_lease_file(path: Path) -> LeaseHolder | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        what, fix = "The copy of the run's lease cannot be read.", "remove it if no process trains the run"
-        raise UsageError(what, location=path, cause=str(error), fix=fix) from error
+        raise make_error(UsageError, "copy-of-lease-damaged", path, cause=str(error)) from error
 
 
 def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo] | None:
@@ -220,8 +216,7 @@ def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo]
             try:
                 return msgspec.json.decode(data, type=LeaseHolder), info
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                what, fix = "The lease of the run is damaged.", "remove it if no process trains the run"
-                raise StorageError(what, location=uri, cause=str(error), fix=fix) from error
+                raise make_error(StorageError, "lease-damaged", uri, cause=str(error)) from error
     return None
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from stoker_watch.errors import Conflict, ObjectMissing, StorageError, Unsupported, UsageError, needs_package
+from stoker_watch.errors import ObjectMissing, StorageError, UsageError, make_error, needs_package
 from stoker_watch.storage import clients
 from stoker_watch.storage.clients import Credentials, find_credentials
 from stoker_watch.storage.failures import (
@@ -45,8 +45,6 @@ from stoker_watch.storage.uri import EVENT_LOG, URI_FILE, StorageUri, reading_co
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, GetResult, ObjectMeta, PutMode, PutResult
-
-__all__ = ["Conflict", "ObjectInfo", "ObjectMissing", "Store", "Unsupported", "open_store"]
 
 LIST_CHUNK_SIZE = 250
 """A listing that fails is resumed after the last chunk; a page of the stores has 1,000 objects."""
@@ -381,8 +379,7 @@ def not_a_run_error(uri: StorageUri) -> UsageError:
         siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
     except StorageError:  # permission to read does not include permission to list
         siblings = []
-    cause, fix = f"it has no {EVENT_LOG}", "name the URI that was given to training as --run-dir"
-    return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
+    return make_error(UsageError, "uri-of-no-run", choices=siblings[-MAX_RUNS_SHOWN:], uri=str(uri), file=EVENT_LOG)
 
 
 def download(store: Store, key: str, target: Path) -> ObjectInfo:

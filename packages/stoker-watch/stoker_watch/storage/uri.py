@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from stoker_watch import regular_files
-from stoker_watch.errors import ConfigError, nearest
+from stoker_watch.errors import ConfigError, make_error, nearest
 from stoker_watch.storage.local_files import cache_folder, safe_name
 
 SCHEMES = ("gs", "s3", "https", "http")
@@ -68,16 +68,13 @@ def is_uri(text: str) -> bool:
 def parse_uri(text: str) -> StorageUri:
     """Raises ConfigError: an unknown scheme, no bucket, an empty part, a query, a password."""
     if not is_uri(text):
-        cause = "it does not begin with a scheme and ://"
-        raise ConfigError("This is not a URI.", location=text, cause=cause, fix=EXAMPLES)
+        raise make_error(ConfigError, "no-uri", text, fix=EXAMPLES)
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
     if not rest.startswith("//"):
-        what, fix = "The URI has one slash after its scheme instead of two.", f"Write {scheme}://{rest.lstrip('/')}."
-        raise ConfigError(what, location=text, fix=fix)
+        raise make_error(ConfigError, "uri-with-one-slash", text, right=f"{scheme}://{rest.lstrip('/')}")
     if scheme == "file":
-        fix = f"Write the path: {unquote(rest[2:])}"
-        raise ConfigError("file:// is not supported.", location=text, fix=fix)
+        raise make_error(ConfigError, "uri-of-a-file", text, path=unquote(rest[2:]))
     if scheme not in SCHEMES:
         closest, choices = nearest(scheme, SCHEMES), [f"{name}://" for name in SCHEMES]
         fix = f"Write {closest}:{rest}." if closest else EXAMPLES
@@ -86,21 +83,17 @@ def parse_uri(text: str) -> StorageUri:
     is_http = scheme in ("https", "http")
     if "@" in bucket:
         without_password = f"{scheme}://…@{bucket.rpartition('@')[2]}"
-        fix = "Remove the part before the @: stoker reads credentials from the environment."
-        raise ConfigError("The URI contains a user name or a password.", location=without_password, fix=fix)
+        raise make_error(ConfigError, "uri-with-a-password", without_password)
     if not bucket:
         what, example = ("host", "example.org") if is_http else ("bucket", "my-bucket")
         raise ConfigError(f"The URI has no {what}.", location=text, fix=f"For example {scheme}://{example}/data.")
     if is_http:
         if "?" in key or "#" in key:
-            what = "The URI has a query (?…) or a fragment (#…), which stoker does not send."
-            fix = "Use the URI of the plain file; for a private bucket, its gs:// or s3:// URI."
-            raise ConfigError(what, location=text.partition("?")[0], fix=fix)
+            raise make_error(ConfigError, "uri-with-a-query", text.partition("?")[0])
         key = unquote(key)
     key = key.removesuffix("/")
     if any(part in ("", ".", "..") for part in key.split("/")) and key:
-        what = "A part of the URI is empty, . or .."
-        raise ConfigError(what, location=text, fix="Separate names by single slashes.")
+        raise make_error(ConfigError, "uri-with-an-empty-part", text)
     return StorageUri(scheme, bucket, key)
 
 

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from stoker_watch.diagnosis.termination import boot_id
-from stoker_watch.errors import StorageError, UsageError
+from stoker_watch.errors import StorageError, UsageError, make_error
 from stoker_watch.hardware.cgroup import Cgroup, usable_cores, users_environment
 from stoker_watch.monitor.monitor import monitoring
 from stoker_watch.monitor.options import MonitoringOptions
@@ -340,8 +340,7 @@ def _open_process(pid: int) -> AttachedProcess:
     try:
         pidfd = os.pidfd_open(pid)
     except (OSError, OverflowError) as error:  # the ID of a thread, or there is none
-        fix = "give the PID of a process, not of a thread: `pgrep -af python`"
-        raise UsageError(f"There is no process {pid}.", fix=fix) from error
+        raise make_error(UsageError, "no-process", pid=pid) from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
@@ -353,8 +352,7 @@ def _open_process(pid: int) -> AttachedProcess:
         except (FileNotFoundError, psutil.NoSuchProcess) as error:
             raise UsageError(f"Process {pid} has just ended.") from error
         except (OSError, psutil.AccessDenied) as error:
-            fix = "run stoker as its user or as root; in a container, inside the same one, with CAP_SYS_PTRACE"
-            raise UsageError(f"Process {pid} may not be read.", fix=fix) from error
+            raise make_error(UsageError, "process-not-readable", pid=pid) from error
         stack.pop_all()
     return job
 
@@ -366,8 +364,7 @@ def _check_watchable(process: psutil.Process) -> None:
         raise UsageError(f"Process {pid} is {description}.", fix="give the PID of the job")
     owner = process.uids().effective
     if owner != os.geteuid() != 0:
-        cause, fix = "only that user and root may read it", "run stoker as that user or as root"
-        raise UsageError(f"Process {pid} belongs to user {owner}.", cause=cause, fix=fix)
+        raise make_error(UsageError, "process-of-another-user", pid=pid, owner=owner)
 
 
 def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
