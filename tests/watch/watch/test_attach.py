@@ -33,7 +33,7 @@ from stoker_watch.watch import recorder
 from stoker_watch.watch import watch as attach_module
 from stoker_watch.watch.output_relay import RotatingLog
 from stoker_watch.watch.recorder import JobRecorder, open_run_folder
-from stoker_watch.watch.watch import FileOutput, attach, read_exit_code
+from stoker_watch.watch.watch import attach, copy_output, read_exit_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
 
@@ -149,18 +149,18 @@ def test_a_long_file_a_new_line_and_a_file_that_is_emptied(tmp_path: Path) -> No
     path = tmp_path / "job.log"
     path.write_bytes(b"x" * 99 + b"\n" + (b"y" * 99 + b"\n") * 1000)
     with path.open("ab") as writer, path.open("rb") as reader:
-        output = FileOutput([reader], RotatingLog(str(tmp_path / "kept.log")))
+        output = copy_output([reader], RotatingLog(str(tmp_path / "kept.log")))
         kept = (tmp_path / "kept.log").read_bytes()
         assert 64_000 < len(kept) <= attach_module.CONTEXT_BYTES
         assert kept.startswith(b"y" * 99 + b"\n")
-        assert list(output.read()) == []
+        assert list(output()) == []
         writer.write(b"new\n")
         writer.flush()
-        assert b"".join(output.read()) == b"new\n"
+        assert b"".join(output()) == b"new\n"
         path.write_bytes(b"")
         writer.write(b"again\n")
         writer.flush()
-        assert b"".join(output.read()).strip(b"\0") == b"again\n"
+        assert b"".join(output()).strip(b"\0") == b"again\n"
     assert (tmp_path / "kept.log").read_bytes() == kept + b"new\nagain\n"
 
 

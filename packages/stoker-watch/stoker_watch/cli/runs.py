@@ -70,28 +70,22 @@ def why(
         )
     if probe and (all_ is not None or compare is not None):
         raise UsageError("--probe takes exactly one run.", fix="stoker why RUN --probe")
-    if all_ is not None:
-        from stoker_watch.report.runs_summary import print_runs_summary
+    from stoker_watch.report import compare as comparing
+    from stoker_watch.report import explain as explaining
+    from stoker_watch.report.runs_summary import print_runs_summary
 
+    if all_ is not None:
         show(_summarize_runs(all_, price_per_device_hour), print_runs_summary, json=json)
     elif compare is not None:
-        from stoker_watch.report.compare import compare as compare_runs
-        from stoker_watch.report.compare import print_comparison
-
-        show(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
+        comparison = comparing.compare(str(run), compare, price_per_device_hour)
+        show(comparison, comparing.print_comparison, json=json)
     elif Path(str(run)).is_file():
-        from stoker_watch.report.explain import explain_log, print_log_explanation
-
-        show(explain_log(Path(str(run))), print_log_explanation, json=json)
+        show(explaining.explain_log(Path(str(run))), explaining.print_log_explanation, json=json)
     else:
         if probe:
             trainer.require("stoker why --probe")
-            from stoker_watch.report.explain import run_probes
-
-            run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
-        from stoker_watch.report.explain import explain_run, print_explanation
-
-        show(explain_run(str(run), price_per_device_hour), print_explanation, json=json)
+            explaining.run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
+        show(explaining.explain_run(str(run), price_per_device_hour), explaining.print_explanation, json=json)
 
 
 def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "RunsSummary":
@@ -109,13 +103,12 @@ def compare(before: str, after: str, /, *, threshold: float = 0.05, json: bool =
     For CI: the 95 % interval of the ratio must be below 1 - threshold as a whole. What
     differs between the runs is printed as by `stoker why --compare`.
     """
-    from stoker_watch.report.compare import check_speed, print_comparison
-    from stoker_watch.report.compare import compare as compare_runs
+    from stoker_watch.report import compare as comparing
 
-    speed = check_speed(before, after, threshold)
-    comparison = compare_runs(before, after)
+    speed = comparing.check_speed(before, after, threshold)
+    comparison = comparing.compare(before, after)
     comparison.speed = speed
-    show(comparison, print_comparison, json=json)
+    show(comparison, comparing.print_comparison, json=json)
     if speed.is_regression:
         sys.exit(1)
 

@@ -140,15 +140,13 @@ def _memory_limits() -> list[HostLimit]:
 
 def _virtual_memory_limit() -> HostLimit | None:
     """The limit of the address space (RLIMIT_AS), if there is one."""
-    if os.name != "posix":
-        return None
-    import resource
+    import psutil
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    pages = (_read_text(Path("/proc/self/statm")) or "").split()
-    if limit == resource.RLIM_INFINITY or not pages:
+    if not hasattr(psutil, "RLIMIT_AS"):  # not Linux
         return None
-    return HostLimit("ulimit -v", limit, int(pages[0]) * resource.getpagesize())
+    process = psutil.Process()
+    limit, _ = process.rlimit(psutil.RLIMIT_AS)
+    return None if limit == psutil.RLIM_INFINITY else HostLimit("ulimit -v", limit, process.memory_info().vms)
 
 
 def _read_text(path: Path) -> str | None:

@@ -583,5 +583,5 @@ def _run_experiments(path: Path) -> Iterator[Probe]:
         if process.wait() != 0:
             stderr_file.seek(0)
             last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            code, line, again = process.returncode, last_line[0], shlex.join(command)
-            raise make_error(StokerError, "experiments-failed", path, code=code, line=line, command=again)
+            code, cause, again = process.returncode, last_line[0], shlex.join(command)
+            raise make_error(StokerError, "experiments-failed", path, code=code, line=cause, command=again)

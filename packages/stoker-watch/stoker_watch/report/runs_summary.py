@@ -197,8 +197,8 @@ class _Months(Observer):
 
     def window(self, rank: int, window: StepWindow) -> None:  # noqa: ARG002 (all ranks count)
         month = time.strftime("%Y-%m", time.gmtime(window.t))
-        self.device_s[month] += window.wall_s * window.devices
-        self.compute_s[month] += window.phases.get("compute", 0.0)
+        self.device_s.update({month: window.wall_s * window.devices})
+        self.compute_s.update({month: window.phases.get("compute", 0.0)})
 
 
 def _add_run(summary: RunsSummary, explanation: RunExplanation, host: str, months: _Months) -> None:

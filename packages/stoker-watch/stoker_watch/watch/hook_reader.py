@@ -14,6 +14,7 @@ import struct
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -189,10 +190,11 @@ def _device_phase_seconds(host: Mapping[str, float], values: Mapping[str, float]
     return phases
 
 
-Key = TypeVar("Key")
 Report = TypeVar("Report")
 Sum = tuple[str, str]
 """("phase", name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread, or ("count", name)."""
+PROCESS_CPU: Sum = ("process", "cpu_s")
+"""CPU-seconds of the process."""
 
 
 class RankTimeBreakdown:
@@ -207,8 +209,7 @@ class RankTimeBreakdown:
         self._current: HookState | None = None
         self._offset: dict[Sum, float] = {}
         """Sums of the current process at the beginning of the window in which it was first seen."""
-        self._ended: dict[Sum, float] = {}
-        self._reported: dict[Sum, float] = {}
+        self._ended, self._reported = Counter[Sum](), Counter[Sum]()
         self._ended_names: set[str] = set()
         self._counts_recompiles = False
         self._window_start_s = self._last_alive_s = start_s
@@ -217,10 +218,10 @@ class RankTimeBreakdown:
     @property
     def steps(self) -> int:
         current = 0.0 if self._current is None else self._current.values["steps"]
-        return round(self._ended.get(("count", "steps"), 0.0) + current)
+        return round(self._ended["count", "steps"] + current)
 
     def has_new_steps(self) -> bool:
-        return self.steps > self._reported.get(("count", "steps"), 0.0)
+        return self.steps > self._reported["count", "steps"]
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
         """living, ended: processes of the rank. The first one that trains is followed until it was last seen alive."""
@@ -239,11 +240,7 @@ class RankTimeBreakdown:
                 self._end(current, now_s=self._window_start_s)
             self._offset = {}
             if best.values["begin"] < self._window_start_s:
-                self._offset = {
-                    (kind, name): value
-                    for (kind, name), value in _sums(best, None).items()
-                    if kind != "count" or name == "process_cpu_s"
-                }
+                self._offset = {key: value for key, value in _sums(best, None).items() if key[0] != "count"}
             current = best
         self._current = current
         self._counts_recompiles |= any(state.values["recompiles"] >= 0 for state in (*living, *ended))
@@ -251,7 +248,8 @@ class RankTimeBreakdown:
             self._last_alive_s = now_s
 
     def _end(self, state: HookState, now_s: float | None = None) -> None:
-        self._ended = _add(self._ended, _subtract(_sums(state, now_s), self._offset))
+        self._ended.update(_sums(state, now_s))
+        self._ended.subtract(self._offset)
         if state.values["steps"]:
             self._trained_until_s = state.values["last_update"]
         self._current, self._offset = None, {}
@@ -259,23 +257,25 @@ class RankTimeBreakdown:
 
     def next_window(self, now_s: float, wall_s: float, *, devices: int) -> StepWindow:
         """The window since the last one, without its time and the values that the output has."""
-        targets = self._ended
+        due = Counter(self._ended)
         if self._current is not None:
-            targets = _add(targets, _subtract(_sums(self._current, now_s), self._offset))
-        missing_s = (now_s - self._start_s) - sum(_of_kind(targets, "phase").values())
+            due.update(_sums(self._current, now_s))
+            due.subtract(self._offset)
+        missing_s = (now_s - self._start_s) - sum(_of_kind(due, "phase").values())
         if missing_s > 0:  # no process of this rank was running: it is starting, or has ended
             fill = {("phase", "unattributed" if self.steps else "startup"): missing_s}
-            self._ended, targets = _add(self._ended, fill), _add(targets, fill)
-        due = _subtract(targets, self._reported)
+            self._ended.update(fill)
+            due.update(fill)
+        knows_cpu = due[PROCESS_CPU] > 0
+        due.subtract(self._reported)
         phases = _scale(_of_kind(due, "phase"), wall_s)
         if not phases and wall_s > 0:
             phases = {"unattributed": wall_s}
         cpu = _scale(_of_kind(due, "cpu"), sum(_of_kind(due, "cpu").values()))
         counts = {name: max(0.0, count) for name, count in _of_kind(due, "count").items()}
-        reported = {("phase", name): seconds for name, seconds in phases.items()}
-        reported |= {("cpu", name): seconds for name, seconds in cpu.items()}
-        reported |= {key: value for key, value in due.items() if key[0] == "count"}
-        self._reported = _add(self._reported, reported)
+        self._reported.update({("phase", name): seconds for name, seconds in phases.items()})
+        self._reported.update({("cpu", name): seconds for name, seconds in cpu.items()})
+        self._reported.update({key: value for key, value in due.items() if key[0] in ("count", PROCESS_CPU[0])})
         self._window_start_s = now_s
         lr = self._current.values["lr"] if self._current is not None else -1.0
         return StepWindow(
@@ -289,7 +289,7 @@ class RankTimeBreakdown:
             phases={name: seconds * devices for name, seconds in phases.items()},
             lr=lr if lr >= 0 else None,
             thread_cpu_s=cpu,
-            process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
+            process_cpu_s=max(0.0, due[PROCESS_CPU]) if knows_cpu else None,
             recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
             recompiled_s=counts.get("recompiled_s", 0.0),
             worker_starts=round(counts.get("worker_starts", 0)),
@@ -304,20 +304,12 @@ def _sums(state: HookState, now_s: float | None) -> dict[Sum, float]:
         **{("phase", name): seconds for name, seconds in phase_seconds(state, now_s).items()},
         **{("cpu", name): seconds for name, seconds in cpu_by_phase(state).items()},
         **{("count", name): max(0.0, state.values[name]) for name in _COUNTS},
-        ("count", "process_cpu_s"): state.process_cpu_s or 0.0,
+        PROCESS_CPU: state.process_cpu_s or 0.0,
     }
 
 
 def _of_kind(sums: Mapping[Sum, float], kind: str) -> dict[str, float]:
     return {name: value for (its_kind, name), value in sums.items() if its_kind == kind}
-
-
-def _subtract(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
-    return {name: value - b.get(name, 0.0) for name, value in a.items()}
-
-
-def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
 
 
 def _scale(due: Mapping[str, float], total: float) -> dict[str, float]:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -278,8 +278,8 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
         folder, _ = stack.enter_context(
             open_run_folder(run, job.command, coverage=coverage, environment=_describe_environment(job), job=identity)
         )
-        output = FileOutput(files, RotatingLog(str(folder.path / OUTPUT)))
-        recorder = JobRecorder(folder, job.command, coverage=coverage, output=output.read)
+        output = copy_output(files, RotatingLog(str(folder.path / OUTPUT)))
+        recorder = JobRecorder(folder, job.command, coverage=coverage, output=output)
         text = f"recording {pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends the recording, not the job"
         print_text(f"stoker watch: {text}", file=sys.stderr, flush=True)
         with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):
@@ -347,7 +347,11 @@ def _open_process(pid: int) -> AttachedProcess:
             process, life = ForeignProcess(pid), read_life(pid)
             if life is None:
                 raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
-            _check_watchable(process)
+            if pid in {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}:
+                description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"
+                raise UsageError(f"Process {pid} is {description}.", fix="give the PID of the job")
+            if (owner := process.uids().effective) != os.geteuid() != 0:
+                raise make_error(UsageError, "process-of-another-user", pid=pid, owner=owner)
             job = AttachedProcess(pid, pidfd, process.cmdline() or [f"pid-{pid}"], process.cwd(), life.start_ticks)
         except (FileNotFoundError, psutil.NoSuchProcess) as error:
             raise UsageError(f"Process {pid} has just ended.") from error
@@ -355,16 +359,6 @@ def _open_process(pid: int) -> AttachedProcess:
             raise make_error(UsageError, "process-not-readable", pid=pid) from error
         stack.pop_all()
     return job
-
-
-def _check_watchable(process: psutil.Process) -> None:
-    pid = process.pid
-    if pid in {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}:
-        description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"
-        raise UsageError(f"Process {pid} is {description}.", fix="give the PID of the job")
-    owner = process.uids().effective
-    if owner != os.geteuid() != 0:
-        raise make_error(UsageError, "process-of-another-user", pid=pid, owner=owner)
 
 
 def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
@@ -414,29 +408,22 @@ def _open_output(job: AttachedProcess) -> Iterator[tuple[list[BinaryIO], str]]:
             yield files, f"not recorded: {'; '.join(reasons)}; steps and error messages are not known"
 
 
-class FileOutput:
-    """A job's output from the files that it writes, copied into the run's output.log.
+def copy_output(files: list[BinaryIO], log: RotatingLog) -> Callable[[], Iterator[bytes]]:
+    """A job's output from the files that it writes, copied into the run's output.log: a function of the data since its
+    last call. Files are read from their current end on; the CONTEXT_BYTES before it are only copied into the log."""
+    for file in files:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - CONTEXT_BYTES))
+        context = file.read(min(size, CONTEXT_BYTES))
+        if context := context.partition(b"\n")[2] if size > CONTEXT_BYTES else context:
+            log.write(context)
 
-    Files are read from their current end on; the CONTEXT_BYTES before it are only copied into the log.
-    """
-
-    def __init__(self, files: list[BinaryIO], log: RotatingLog) -> None:
-        self._files = files
-        self._log = log
+    def read() -> Iterator[bytes]:
         for file in files:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - CONTEXT_BYTES))
-            context = file.read(min(size, CONTEXT_BYTES))
-            if size > CONTEXT_BYTES:
-                context = context.partition(b"\n")[2]
-            if context:
-                self._log.write(context)
-
-    def read(self) -> Iterator[bytes]:
-        """The data since the last call."""
-        for file in self._files:
             if os.fstat(file.fileno()).st_size < file.tell():
                 file.seek(0)  # the file was truncated
             while data := file.read(CONTEXT_BYTES):
-                self._log.write(data)
+                log.write(data)
                 yield data
+
+    return read
