@@ -23,6 +23,7 @@ from stoker_watch.errors import UsageError
 from stoker_watch.findings.finding import Evidence, Finding
 from stoker_watch.knowledge import read_toml
 from stoker_watch.recording.telemetry.environment import describe
+from stoker_watch.report import compare, explain, run_report, runs_summary
 from stoker_watch.runs import evaluation, records, schemas
 from stoker_watch.runs.records import (
     EVENTS,
@@ -56,8 +57,16 @@ FILES = {
         evaluation.GroundTruthBox, evaluation.DetectionBox,
     ],
     "evaluation-images.json": [evaluation.Thumbnails, evaluation.Thumbnail],
+    "stoker why RUN --json": [explain.RunExplanation, explain.PhaseTime],
+    "stoker why LOG --json": [explain.LogExplanation],
+    "stoker compare RUN RUN2 --json": [compare.Comparison, compare.PhaseChange, compare.Change, compare.SpeedRatio],
+    "stoker report RUN --json": [run_report.RunReport, run_report.Setting, run_report.EvalResult, run_report.Restart],
+    "stoker why --all FOLDER --json": [
+        runs_summary.RunsSummary, runs_summary.Aggregate, runs_summary.Cost, runs_summary.RunSummary,
+        runs_summary.FailureCount, runs_summary.UnreadableRun,
+    ],
 }  # fmt: skip
-"""File → the structs of its records, the outermost first."""
+"""File, or command that prints it → the structs of its records, the outermost first."""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limits and signals")
 
 
@@ -76,7 +85,7 @@ def documented(start: str) -> list[str]:
 def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
     """(name, type, meaning) of each field: the type from the source, the meaning from records.toml or a docstring."""
     rows: list[list[str]] = []
-    for own in [schemas.Record, kind] if issubclass(kind, schemas.Record) else [kind]:
+    for own in (own for own in reversed(kind.__mro__) if own.__module__.startswith("stoker_watch.")):
         (body,) = ast.parse(inspect.getsource(own)).body
         assert isinstance(body, ast.ClassDef)
         for statement in body.body[1:]:  # after its docstring
@@ -94,7 +103,8 @@ def records_section() -> str:
     """The section of docs/run-folder.md with every record and its fields."""
     lines = [
         HEAD,
-        "The fields of every record of a run, generated from `stoker_watch/runs/schemas.py`,",
+        "The fields of every record of a run, and of what commands print with `--json`, generated from",
+        "`stoker_watch/runs/schemas.py`, `stoker_watch/report/`,",
         "`stoker_watch/runs/evaluation.py`, `stoker_watch/knowledge/records.toml` and",
         "`stoker_watch/findings/finding.py` by",
         "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean,",
@@ -121,7 +131,11 @@ def test_the_section_of_records_is_current() -> None:
 
 
 def test_every_meaning_is_that_of_a_field() -> None:
-    structs = vars(schemas) | vars(evaluation)
+    structs = {
+        name: value
+        for module in (schemas, evaluation, explain, compare, run_report, runs_summary)
+        for name, value in vars(module).items()
+    }
     for name in read_toml("records.toml"):
         assert set(schemas.field_meanings(name)) <= set(structs[name].__struct_fields__)
 

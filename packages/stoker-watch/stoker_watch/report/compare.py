@@ -49,27 +49,17 @@ class Comparison(msgspec.Struct, kw_only=True):
     before: str
     after: str
     statement: list[str] = []
-    """Sentences, the largest difference first."""
     unit: str
-    """`step`: seconds of each device per optimizer step; if the batch size differs, `1,000 images`: device-seconds."""
     total_s: tuple[float | None, float | None]
-    """All phases together, per unit. None: no step was done."""
     phases: list[PhaseChange]
-    """The largest difference first; empty if a run did no step."""
     img_per_s: tuple[float | None, float | None]
-    """Average over the run."""
     ap: tuple[float | None, float | None]
-    """AP of the last evaluation."""
     settings: list[Change]
-    """Empty if a run has no settings: external jobs have none."""
     environment: list[Change]
     removed_causes: list[str]
-    """Causes of findings that only the first run has."""
     added_causes: list[str]
-    """Causes of findings that only the second run has."""
     states: tuple[str, str]
     speed: "SpeedRatio | None" = None
-    """Only of `stoker compare`."""
 
 
 class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +70,9 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     blocks: tuple[int, int]
-    """Parts of each run that were compared."""
     threshold: float
     is_regression: bool
-    """The interval is below 1 - threshold as a whole."""
     unit: str = "images"
-    """`images`, or `steps` if a run has no images."""
 
 
 BLOCKS, MIN_BLOCKS = 12, 4

@@ -87,7 +87,6 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True):
     cost: float | None
     meaning: str
     stages: "list[PhaseTime]" = []
-    """The stages of `input_wait`, the largest first; their fractions are of all device time too."""
 
 
 class PlaceTime(SampledPlace, frozen=True, kw_only=True):
@@ -116,53 +115,36 @@ class PlaceTime(SampledPlace, frozen=True, kw_only=True):
 
 
 class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The result."""
+    """What `stoker why` says of a run. docs/run-folder.md describes the fields."""
 
     run: str
     state: State
     state_text: str
-    """The state in a sentence."""
     last_event: Event | None
     last_record_t: float | None
-    """Unix time of the last line of any record."""
     wall_s: float
     devices: int
-    """Devices or, on CPUs, processes that train."""
     has_device: bool = False
-    """It is known to train on a device besides the CPU."""
     device_s: float
     attempts: int
     steps: int
-    """Optimizer steps of the newest state."""
     lost_steps: int
-    """Steps that a restart lost and that were repeated."""
     num_images: int
     img_per_s: float | None
     price_per_device_hour: float
-    """0: unknown, or only a range is known."""
     price_range: Price | None = None
-    """Price of a device-hour and its source; a range if only the GPU model is known."""
     phases: list[PhaseTime]
-    """The largest first."""
     productive_fraction: float | None
     largest_loss: PhaseTime | None
     findings: list[Finding]
     places: list[PlaceTime] = []
-    """Where the samples of stacks were outside of forward and backward, the largest first."""
     place_trees: list[PlaceNode] = []
-    """All samples, by role and rank."""
     notes: list[Finding] = []
-    """Observations that need no action."""
     evidence_paths: dict[str, str]
-    """File of the run folder → its path, for those that exist."""
     coverage: dict[str, str] = {}
-    """For an external job: data source → what was recorded, or why it was not. Else empty."""
     sizing_advice: list[Finding] = []
-    """Advice on the size of the machine."""
     probes: list[Probe] = []
-    """Experiments done with the run."""
     ap: float | None = None
-    """AP of the newest evaluation."""
 
     def rows(self) -> Iterator[tuple[str, PhaseTime]]:
         """Rows of a table: each phase, and indented below it its stages."""
@@ -385,7 +367,6 @@ class LogExplanation(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     size_bytes: int
     lines: int
-    """Lines that were read."""
     findings: list[Finding]
     not_known: list[str]
 

@@ -39,7 +39,6 @@ class Setting(msgspec.Struct, kw_only=True):
     name: str
     value: str
     reason: str | None
-    """Why stoker chose the value; None: the user set it."""
 
 
 class EvalResult(msgspec.Struct, kw_only=True):
@@ -53,45 +52,35 @@ class Restart(msgspec.Struct, kw_only=True):
 
     attempt: int
     step: int
-    """Step at which it resumed."""
     t: float
     after_s: float
-    """Seconds since the start of the run."""
     previous_end: str
-    """How the previous attempt ended: preempted, failed, finished, or killed."""
 
 
 class RunReport(msgspec.Struct, kw_only=True):
     """The report. x is seconds since `start_t` in `machine` and `phases`, and steps in `curves`."""
 
     stoker_version: str
-    """Version that generated this report."""
     generated_t: float
     run: str
     is_native_run: bool
-    """A run of `stoker train`; otherwise a job of `stoker watch` or `stoker_watch.measure`, without evaluation."""
     model: str | None
     data: str | None
     start_t: float | None
     explanation: RunExplanation
     missing: list[str]
-    """Sentences: what is missing in this report, and why."""
     advice: list[Finding]
-    """What to do next, the most urgent first."""
     eval_history: list[EvalResult]
     evaluation: Evaluation | None
     restarts: list[Restart]
     curves: dict[str, Series]
-    """By step: `loss/…` for each component, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
     phases: FractionSeries
     machine: dict[str, Series]
-    """By time: `gpu 0/utilization`, `cpu/mean`, `memory/process` and so on."""
     settings: list[Setting]
     environment: dict[str, Any]
     events: list[Event]
     events_omitted: int
     warnings: list[str]
-    """All of them, also of events that are left out."""
     quarantined: list[Quarantined]
     quarantined_omitted: int
 

@@ -42,7 +42,6 @@ class Cost(msgspec.Struct, kw_only=True):
     low: float = 0.0
     high: float = 0.0
     runs: int = 0
-    """Runs that it includes; the price of the others is not known."""
 
     def add(self, price_range: Price | None, device_s: float) -> None:
         if price_range is not None:
@@ -59,7 +58,6 @@ class Sums(msgspec.Struct, kw_only=True):
     runs: int = 0
     device_s: float = 0.0
     measured_s: float = 0.0
-    """The part of it in runs whose compute is known; the others were not timed from inside."""
     compute_s: float = 0.0
     cost: Cost = msgspec.field(default_factory=Cost)
 
@@ -93,7 +91,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     lost_cost: Cost
     largest_loss: str
     finding: str
-    """Title of its first finding, or empty."""
 
 
 class FailureCount(msgspec.Struct, kw_only=True):
@@ -116,20 +113,13 @@ class RunsSummary(Sums, kw_only=True):
     folder: str
     states: dict[str, int] = {}
     list_priced_runs: int = 0
-    """Runs with a list price."""
     phases: list[Aggregate] = []
-    """Phases of the runs whose compute is known, the largest first; they add up to `measured_s`."""
     findings: list[Aggregate] = []
-    """By cause, the largest first. They overlap with the phases and with each other, so they do not add up."""
     months: list[Aggregate] = []
-    """In UTC, the oldest first."""
     hosts: list[Aggregate] = []
-    """By the host of the newest attempt, the largest first."""
     worst_runs: list[RunSummary] = []
     failures: list[FailureCount] = []
-    """The most frequent first."""
     unreadable: list[UnreadableRun] = []
-    """The first MAX_UNREADABLE."""
     num_unreadable: int = 0
 
 

@@ -22,7 +22,7 @@ Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
 
 
 def field_meanings(record: str) -> dict[str, str]:
-    """Field → its meaning, of a struct of this file or of `evaluation.py`, without the fields that it inherits."""
+    """Field → its meaning, of a struct here, in `evaluation.py` or `stoker_watch/report/`, without inherited ones."""
     return dict(read_toml("records.toml").get(record, {}))
 
 

@@ -53,44 +53,34 @@ def _draw(
     """All boxes, then the labels of errors above them: above a wrong detection, below missed ground truth. size: width
     and height of the overlay; scale: overlay pixels per pixel of the image."""
 
-    def scaled(box: Xyxy) -> Xyxy:
-        """xyxy in overlay pixels, clipped to the image."""
-        x0, x1 = (min(max(value * scale[0], 1.0), size[0] - 1.0) for value in (box[0], box[2]))
-        y0, y1 = (min(max(value * scale[1], 1.0), size[1] - 1.0) for value in (box[1], box[3]))
-        return x0, y0, max(x0, x1), max(y0, y1)
-
     shapes: list[Markup] = []
     labels: list[Markup] = []
+
+    def draw(box: Xyxy, kind: str, title: str, label: str = "", *, is_below: bool = False) -> None:
+        """The line of a box has a dark edge, to be visible on any image. A label begins at the left edge of its box; in
+        the right half of the image it ends at its right edge."""
+        x0, x1 = (min(max(value * scale[0], 1.0), size[0] - 1.0) for value in (box[0], box[2]))
+        y0, y1 = (min(max(value * scale[1], 1.0), size[1] - 1.0) for value in (box[1], box[3]))
+        sides = max(0.0, x1 - x0), max(0.0, y1 - y0)
+        rect = {"x": round(x0, 1), "y": round(y0, 1), "width": round(sides[0], 1), "height": round(sides[1], 1)}
+        shapes.append(tag("rect", **rect, class_=f"edge {kind}"))
+        shapes.append(tag("g", tag("title", title), tag("rect", **rect, class_=f"box {kind}")))
+        if label:
+            above = y0 - 4 if y0 >= LINE_HEIGHT else y0 + LINE_HEIGHT - 2
+            y = min(y0 + sides[1] + LINE_HEIGHT - 2, size[1] - 4) if is_below else above
+            x, anchor = (x0 + sides[0], "end") if x0 > size[0] / 2 else (x0, None)
+            labels.append(tag("text", label, x=round(x, 1), y=round(y, 1), text_anchor=anchor, class_=f"name {kind}"))
+
     for box in image_eval.gt_boxes:
-        xyxy, name = scaled(box.box), _class_name(class_names, box.label)
-        kind = "gt" if box.detected or box.crowd else "fn"
+        name, kind = _class_name(class_names, box.label), "gt" if box.detected or box.crowd else "fn"
         status = ", crowd" if box.crowd else ", missed" if kind == "fn" else ""
-        shapes += _rectangle(xyxy, kind, f"ground truth: {name}{status}")
-        if kind == "fn":
-            labels.append(_label(xyxy, min(xyxy[3] + LINE_HEIGHT - 2, size[1] - 4), kind, name, size[0]))
+        draw(box.box, kind, f"ground truth: {name}{status}", name if kind == "fn" else "", is_below=True)
     for detection in reversed(image_eval.detections):  # the best on top
         name = f"{_class_name(class_names, detection.label)} {detection.score:.2f}"
-        xyxy, kind = scaled(detection.box), "tp" if detection.error_type in ("", "crowd") else "fp"
-        shapes += _rectangle(xyxy, kind, f"{name}: {detection.error_type or 'correct'}")
-        if kind == "fp":
-            above = xyxy[1] - 4 if xyxy[1] >= LINE_HEIGHT else xyxy[1] + LINE_HEIGHT - 2
-            labels.append(_label(xyxy, above, kind, f"{name} · {detection.error_type}", size[0]))
+        kind = "tp" if detection.error_type in ("", "crowd") else "fp"
+        label = f"{name} · {detection.error_type}" if kind == "fp" else ""
+        draw(detection.box, kind, f"{name}: {detection.error_type or 'correct'}", label)
     return shapes + labels
-
-
-def _label(xyxy: Xyxy, y: float, kind: str, caption: str, image_width: float) -> Markup:
-    """Begins at the left edge of the box; in the right half of the image it ends at its right edge."""
-    is_right = xyxy[0] > image_width / 2
-    x, anchor = (xyxy[2], "end") if is_right else (xyxy[0], None)
-    return tag("text", caption, x=round(x, 1), y=round(y, 1), text_anchor=anchor, class_=f"name {kind}")
-
-
-def _rectangle(xyxy: Xyxy, kind: str, title: str) -> list[Markup]:
-    """A box whose line has a dark edge, to be visible on any image."""
-    x0, y0, x1, y1 = xyxy
-    rect = {"x": round(x0, 1), "y": round(y0, 1), "width": round(x1 - x0, 1), "height": round(y1 - y0, 1)}
-    box = tag("g", tag("title", title), tag("rect", **rect, class_=f"box {kind}"))
-    return [tag("rect", **rect, class_=f"edge {kind}"), box]
 
 
 def _class_name(class_names: Sequence[str], label: int) -> str:
