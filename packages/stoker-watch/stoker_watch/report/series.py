@@ -16,6 +16,7 @@ import msgspec
 from stoker_watch.diagnosis.reader import Observer
 from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import DeviceSample, Event, StepWindow
+from stoker_watch.runs.totals import split_by_interval
 
 MAX_POINTS = 2000
 """Points of a curve: more than the pixel columns of a screen."""
@@ -123,11 +124,8 @@ class FractionBins:
         start, stop = max(0.0, start), max(0.0, stop)
         while (stop - start) / self._width > self._max_bins:
             self._merge_bins()
-        for key in range(int(start // self._width), int(stop // self._width) + 1):
-            overlap = min(stop, (key + 1) * self._width) - max(start, key * self._width)
-            fraction = overlap / (stop - start) if stop > start else 1.0
-            if fraction > 0:
-                self._bins.setdefault(key, Counter()).update({n: amount * fraction for n, amount in amounts.items()})
+        for key, fraction in split_by_interval(start, stop, self._width):
+            self._bins.setdefault(key, Counter()).update({n: amount * fraction for n, amount in amounts.items()})
         while len(self._bins) > self._max_bins:
             self._merge_bins()
 

@@ -97,7 +97,7 @@ class _CommWaits:
     def add(self, rank: int, window: StepWindow) -> None:
         comm_s, compute_s, *own = (window.phases.get(name, 0.0) for name in ("comm", "compute", *OWN_PHASES))
         added = (window.wall_s * window.devices, comm_s, compute_s, sum(own))
-        for number, fraction in _split_by_interval(window.t - window.wall_s, window.t):
+        for number, fraction in split_by_interval(window.t - window.wall_s, window.t, COMPARISON_S):
             sums = self._intervals.setdefault((window.attempt, number), {}).setdefault(rank, [0.0] * len(added))
             for index, seconds in enumerate(added):
                 sums[index] += fraction * seconds
@@ -130,9 +130,9 @@ class _CommWaits:
         return waits, booked
 
 
-def _split_by_interval(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """The intervals of COMPARISON_S that [start_s, end_s] overlaps, and its fraction in each; they add up to 1."""
-    for number in range(int(start_s // COMPARISON_S), int(end_s // COMPARISON_S) + 1):
-        overlap_s = min(end_s, (number + 1) * COMPARISON_S) - max(start_s, number * COMPARISON_S)
-        if overlap_s > 0:
-            yield number, overlap_s / (end_s - start_s)
+def split_by_interval(start: float, end: float, width: float) -> Iterator[tuple[int, float]]:
+    """The intervals of this width that [start, end] overlaps, by number, and its fraction in each; they add up to 1."""
+    for number in range(int(start // width), int(end // width) + 1):
+        overlap = min(end, (number + 1) * width) - max(start, number * width)
+        if overlap > 0:
+            yield number, overlap / (end - start)
