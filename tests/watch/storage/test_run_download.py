@@ -143,9 +143,11 @@ def test_unchanged_files_are_not_downloaded_again(server: Server, monkeypatch: p
 
         read: list[bytes] = []
         assert [gets(), gets()] == [1, 0]
+        fetch_run(uri)
+        assert gets() == 0, "the records are downloaded beside it"
         write(uri, BEST, b"two")
         assert gets() == 1
-        assert read == [b"one", b"one", b"two"]
+        assert read == [b"one", b"one", b"one", b"two"]
 
 
 def test_weights_are_best_else_final_else_newest_checkpoint(uri: StorageUri):

@@ -358,18 +358,20 @@ def fetch_files(uri: StorageUri, names: Iterable[str], *, first_of: Iterable[str
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / URI_FILE, str(uri).encode())
     etags_path = folder / ETAGS_FILE
-    old_etags: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
+    fetched: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
     etags = {info.key.removeprefix(f"{uri.key}/"): info.etag for info in store.list(uri.key)}
+    for name in fetched.keys() - etags.keys():
+        (folder / name).unlink(missing_ok=True)
+        del fetched[name]
     wanted = {name for pattern in names for name in fnmatch.filter(etags, pattern)}
     wanted |= set(next(filter(None, (sorted(fnmatch.filter(etags, pattern))[-1:] for pattern in first_of)), []))
-    for name in old_etags.keys() - wanted:
-        (folder / name).unlink(missing_ok=True)
     for name in wanted:
-        is_same = etags[name] is not None and etags[name] == old_etags.get(name)
+        is_same = etags[name] is not None and etags[name] == fetched.get(name)
         if not (is_same and (folder / name).is_file()):
             with contextlib.suppress(ObjectMissing):  # removed after the listing
                 download(store, uri.child(name).key, folder / name)
-    write_atomic(etags_path, json.dumps({name: etags[name] for name in wanted}).encode())
+            fetched[name] = etags[name]
+    write_atomic(etags_path, json.dumps(fetched).encode())
     return folder
 
 
