@@ -350,7 +350,7 @@ def test_close_from_another_thread_ends_a_wait_for_a_stuck_process(index):
 
 def test_a_payload_comes_back_with_its_arrays_in_shared_memory():
     payload = {"a": np.arange(1000), "b": np.zeros((0, 4)), "text": "x" * 100, "c": np.ones(3, bool)}
-    loaded = load_payload(save_payload(payload))
+    loaded = load_payload(*save_payload(payload))
     assert loaded["text"] == payload["text"]
     for name in "abc":
         assert np.array_equal(loaded[name], payload[name])

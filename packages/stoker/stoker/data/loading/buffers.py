@@ -12,7 +12,6 @@ import itertools
 import math
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,6 @@ if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
     from stoker.hardware.device import Device
-
-GROUP = struct.Struct("<qqiiii")
-"""A group of consecutive samples to load: generation of the stream, position of its first sample in the stream, slot,
-its first place there, number of samples, and padding. It divides the size of a page, so that a pipe, from which all
-processes read, never splits it; and it is at most PIPE_BUF, so that writing it is atomic (pipe(7))."""
 
 _ALIGNMENT = 4096
 """Slots and images begin on page boundaries; two arrays never share a cache line."""

@@ -326,9 +326,9 @@ class Loader:
     def close(self) -> None:
         """Ends the threads, or the work of the processes. May be called twice, at any time, from another thread."""
         self._closed = True
-        is_idle = self._stop_pool()
+        self._stop_pool()
         if self._process_pool is not None:
-            self._process_pool.close(is_idle=is_idle)
+            self._process_pool.close()
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -395,17 +395,14 @@ class Loader:
         self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         return pool
 
-    def _stop_pool(self) -> bool:
-        """Returns whether the workers have ended."""
+    def _stop_pool(self) -> None:
         pool, self._pool, self._prefetcher, self._rate_meter = self._pool, None, None, None
-        if pool is None:
-            return True
-        if self._gc_finalizer is not None:
-            self._gc_finalizer.detach()
-        pool.stop()
-        pool.join()
-        self._counters.add(pool.total())
-        return pool.is_idle
+        if pool is not None:
+            if self._gc_finalizer is not None:
+                self._gc_finalizer.detach()
+            pool.stop()
+            pool.join()
+            self._counters.add(pool.total())
 
     def _hand_out(self) -> Batch:
         if self._closed:

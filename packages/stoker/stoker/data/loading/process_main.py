@@ -1,10 +1,10 @@
 """What a worker process of the loader runs: the worker threads of `worker_pool.py` on groups of samples.
 
-A process serves several streams (training, evaluation). Each has its own memory for batches, a pipe from which all
-processes take groups, and a socket for what they report; the descriptors come over the process' control socket. The
-process does without torch. It ignores signals that a terminal or a scheduler sends to all processes of a job, because
-training goes on until it is done; it ends when its control socket closes, which the kernel does when the training
-process ends in whatever way. Started by `processes.py`.
+A process serves several streams (training, evaluation), each with memory for its batches. What is to be done and what
+has been done, and the descriptors of the memory, are messages of one connection. The process does without torch. It
+ignores signals that a terminal or a scheduler sends to all processes of a job, because training goes on until it is done; it
+ends when its connection closes, which the kernel does when the training process ends in whatever way. Started by
+`processes.py`.
 """
 
 import contextlib
@@ -14,21 +14,19 @@ import mmap
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from stoker.data.images.pixel_cache import PixelCache
-from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout
+from stoker.data.loading.buffers import HostBatchBuffer, Ring, RingLayout
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
-from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
+from stoker.data.loading.worker_pool import WorkerPool
 from stoker_watch.errors import system_limit
 from stoker_watch.recording.telemetry.machine import allow_reading
 
@@ -39,128 +37,71 @@ MAX_TRACEBACK = 4000
 """Characters of a traceback that are passed on, its end."""
 
 
-class _GroupTask(BatchTask):
-    """A group of samples: a batch of its own for the worker pool, which lies in a part of a slot."""
-
-    slot_number: int
-    first: int
-
-
 class _Stream:
-    def __init__(self, process: int, fds: list[int], payload: dict[str, Any], layout: RingLayout) -> None:
-        """fds: the ring's memory, the pipe of groups, the socket for reports, and the cache's file, if it has one."""
-        memory_fd, self._groups_fd, report_fd, *cache_fd = fds
-        self._process, self._ring = process, Ring(layout, memory_fd)
-        self._report_socket = socket.socket(fileno=report_fd)
-        index, cache_arguments = payload["index"], payload["cache"]
-        cache = None
-        if cache_arguments is not None:
-            cache = PixelCache(
-                index,
-                fd=cache_fd[0] if cache_fd else None,
-                on_error=lambda message: self._report("cache full", message),
-                **cache_arguments,
-            )
-        self._samples = SampleStream(index, payload["image_indices"], payload["spec"], cache)
-        self._changed = threading.Condition()
-        self._pool: WorkerPool | None = None
-        self._generation, self._outstanding, self._max_outstanding = 0, 0, 1
-        self._group_size = self._fair_share = 1
-        self.is_closed = False
-        """No group will come any more. The memory goes with the last worker that uses it."""
-        threading.Thread(target=_or_exit(self._take_groups), name="stoker-groups", daemon=True).start()
+    """A process' part of a stream. Its public methods are the requests of the training process."""
 
-    def _report(self, *report: Any) -> None:
-        _send_report(self._report_socket, *report)
-
-    def start(
-        self, generation: int, workers: int, group_size: int, fair_share: int, quarantined: dict[int, int]
+    def __init__(
+        self, process: int, report: Callable[..., None], layout: RingLayout, parts: list[tuple[int, int]], *fds: int
     ) -> None:
-        """Accepts groups of `generation` from now on. fair_share: the most samples that this process takes."""
-        with self._changed:
-            self._samples.quarantined = quarantined
-            self._generation, self._outstanding = generation, 0
-            self._group_size, self._fair_share = group_size, fair_share
-            finish_group = _or_exit(functools.partial(self._finish_group, generation))
-            self._pool = WorkerPool(self._samples, workers, on_batch_loaded=finish_group)
-            self._limit_outstanding(workers)
+        """fds: the payload, of which `parts` are the parts, the memory of the batches, and the cache's file if any."""
+        payload_fd, memory_fd, *cache_fd = fds
+        payload = load_payload(payload_fd, parts)
+        self._process, self._report, self._ring = process, report, Ring(layout, memory_fd)
+        index, cache_arguments, cache = payload["index"], payload["cache"], None
+        if cache_arguments is not None:
+            on_error = functools.partial(report, "cache_full")
+            cache = PixelCache(index, fd=cache_fd[0] if cache_fd else None, on_error=on_error, **cache_arguments)
+        self._samples = SampleStream(index, payload["image_indices"], payload["spec"], cache)
+        self._pool: WorkerPool | None = None
+
+    def start(self, workers: int, quarantined: dict[int, int]) -> None:
+        self._samples.quarantined = quarantined
+        self._pool = WorkerPool(self._samples, workers)
 
     def resize(self, workers: int) -> None:
-        with self._changed:
-            if self._pool is not None:
-                self._pool.resize(workers)
-                self._limit_outstanding(workers)
+        if self._pool is not None:
+            self._pool.resize(workers)
 
-    def _limit_outstanding(self, workers: int) -> None:
-        wanted = (1 + MAX_READ_AHEAD) * workers + self._group_size
-        self._max_outstanding = max(1, min(wanted, self._fair_share) // self._group_size)
-        self._changed.notify_all()
+    def load(self, position: int, slot: int, first: int, count: int) -> None:
+        """Loads a group of samples: a batch of its own for the worker pool, which lies in a part of a slot."""
+        if self._pool is not None:
+            layout, arrays = self._ring.layout, [array[first : first + count] for array in self._ring.slots[slot]]
+            buffer = HostBatchBuffer(None, count, layout.image_size, layout.max_boxes, arrays)
+            task = BatchTask(position, position, buffer, count)
+            task.on_loaded = _or_exit(functools.partial(self._finish_group, slot, first, task.results))
+            self._pool.submit_batch(task)
+
+    def _finish_group(self, slot: int, first: int, results: list[SampleResult | BaseException | None]) -> None:
+        """Reports a group; the worker calls it that has loaded its last sample."""
+        self.publish()
+        special: dict[int, Any] = {}
+        for k, result in enumerate(results, start=first):
+            if isinstance(result, BaseException):
+                special[k] = _picklable(result, self._process)
+            elif result is not None and result.failures:
+                failures = [(n, _picklable(error, self._process)) for n, error in result.failures]
+                special[k] = SampleResult(result.image_index, failures)
+        self._report("loaded", slot, first, len(results), special)
 
     def stop(self) -> None:
         """Drops the groups that are not begun, waits for the others, and reports it."""
-        with self._changed:
-            pool, self._pool = self._pool, None
-            generation, self._outstanding = self._generation, 0
-            self._changed.notify_all()
-        if pool is not None:
-            pool.stop()
-            pool.join()
-            self._ring.write_counters(self._process, pool.total(), time.process_time())
-        self._report("stopped", generation, pool is None or pool.is_idle)
+        self._report("stopped", self._end_pool())
+
+    def _end_pool(self) -> bool:
+        """Returns whether no thread writes into the memory any more."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return True
+        pool.stop()
+        pool.join()
+        self._ring.write_counters(self._process, pool.total(), time.process_time())
+        return pool.is_idle
+
+    close = _end_pool
 
     def publish(self) -> None:
         if (pool := self._pool) is not None:
             self._ring.write_counters(self._process, pool.total(), time.process_time())
-
-    def _take_groups(self) -> None:
-        """Takes groups, in a thread, while few of them are in progress here, and gives them to the workers."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._outstanding < self._max_outstanding)
-            group = os.read(self._groups_fd, GROUP.size)  # the kernel wakes one of all processes
-            if not group:
-                break
-            generation, position, slot_number, first, count, _ = GROUP.unpack(group)
-            with self._changed:
-                # The message that starts this generation may arrive after its first group.
-                while self._generation < generation:
-                    self._changed.wait()
-                if self._generation == generation and self._pool is not None:
-                    self._outstanding += 1
-                    self._submit(self._pool, position, slot_number, first, count)
-        self.stop()  # the loader was closed
-        os.close(self._groups_fd)
-        self.is_closed = True
-
-    def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
-        arrays = [array[first : first + count] for array in self._ring.slots[slot_number]]
-        buffer = HostBatchBuffer(None, count, self._ring.layout.image_size, self._ring.layout.max_boxes, arrays)
-        task = _GroupTask(position, position, buffer, count)
-        task.slot_number, task.first = slot_number, first
-        pool.submit_batch(task)
-
-    def _finish_group(self, generation: int, task: BatchTask) -> None:
-        """Reports a group; the worker calls it that has loaded its last sample."""
-        assert isinstance(task, _GroupTask)
-        self.publish()
-        special = {}
-        for k, result in enumerate(task.results):
-            if isinstance(result, BaseException):
-                special[task.first + k] = _picklable(result, self._process)
-            elif result is not None and result.failures:
-                special[task.first + k] = SampleResult(
-                    result.image_index, [(n, _picklable(error, self._process)) for n, error in result.failures]
-                )
-        self._report("group loaded", generation, task.slot_number, task.first, len(task.results), special)
-        with self._changed:
-            if generation == self._generation and self._pool is not None:
-                self._outstanding -= 1
-                self._changed.notify_all()
-
-
-def _send_report(report_socket: socket.socket, *report: Any) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loader was closed meanwhile
-        report_socket.send(pickle.dumps(report))
 
 
 def _picklable(error: BaseException, process: int) -> Any:
@@ -175,13 +116,11 @@ def _picklable(error: BaseException, process: int) -> Any:
     return error
 
 
-def load_payload(fd: int) -> dict[str, Any]:
+def load_payload(fd: int, parts: list[tuple[int, int]]) -> dict[str, Any]:
     """Returns what `processes.save_payload` wrote; its arrays stay in that memory, which all processes share."""
     memory = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
     os.close(fd)
-    num_buffers = int(np.frombuffer(memory, np.int64, 1)[0])
-    ends = np.frombuffer(memory, np.int64, 2 * num_buffers + 2, 8).reshape(-1, 2).tolist()
-    pickled, *buffers = (memory[start:end] for start, end in ends)
+    pickled, *buffers = (memory[start:end] for start, end in parts)
     payload: dict[str, Any] = pickle.loads(pickled, buffers=buffers)
     return payload
 
@@ -201,33 +140,35 @@ def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
+def _serve(control: Connection, process: int, streams: dict[int, _Stream]) -> None:
     """Does what the training process asks for, in a thread, until it ends."""
-    control, control_socket = Connection(os.dup(control_fd)), socket.socket(fileno=control_fd)
+    sending = threading.Lock()
+
+    def report(stream: int, *report: Any) -> None:
+        with sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the training process has ended
+            control.send((stream, *report))
+
     while True:
         try:
             request, number, *arguments = control.recv()
         except (EOFError, ConnectionResetError):
             os._exit(0)
         if request == "open":
-            layout, num_fds = arguments
-            _, (payload_fd, *fds), _, _ = socket.recv_fds(control_socket, 1, num_fds)
+            layout, parts, num_fds = arguments
+            fds = [reduction.recv_handle(control) for _ in range(num_fds)]
             try:
-                streams[number] = _Stream(process, fds, load_payload(payload_fd), layout)
+                streams[number] = _Stream(process, functools.partial(report, number), layout, parts, *fds)
             except Exception as error:  # noqa: BLE001  (the loader raises it)
-                with socket.socket(fileno=fds[2]) as report_socket:
-                    _send_report(report_socket, "failed", _picklable(error, process))
+                report(number, "failed", _picklable(error, process))
         elif number in streams:
             getattr(streams[number], request)(*arguments)
+            if request == "close":
+                del streams[number]
+                gc.collect()  # exceptions refer to frames, and those to the memory; an idle process would keep it
 
 
-def _tend(streams: dict[int, _Stream]) -> None:
-    closed = [number for number, stream in streams.copy().items() if stream.is_closed]
-    for number in closed:
-        del streams[number]
-    if closed:
-        gc.collect()  # exceptions refer to frames, and those to the memory; an idle process would keep it
-    for stream in streams.copy().values():
+def _publish(streams: list[_Stream]) -> None:
+    for stream in streams:
         stream.publish()
 
 
@@ -239,9 +180,9 @@ def main(control_fd: int, process: int, parent: int, stack_reader: int) -> None:
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     streams: dict[int, _Stream] = {}
-    threading.Thread(target=_or_exit(_serve), args=(control_fd, process, streams), daemon=True).start()
-    # A process that the training process forked may keep the other end of the control socket open.
+    threading.Thread(target=_or_exit(_serve), args=(Connection(control_fd), process, streams), daemon=True).start()
+    # A process that the training process forked may keep the other end of the connection open.
     while os.getppid() == parent:
         time.sleep(PUBLISH_INTERVAL_S)
-        _tend(streams)
+        _publish(list(streams.values()))
     os._exit(0)

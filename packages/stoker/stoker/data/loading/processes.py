@@ -11,11 +11,9 @@ Not for images in a bucket, whose bytes the training process requests ahead, nor
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -23,14 +21,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from multiprocessing import connection, reduction
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from stoker.data.loading.buffers import GROUP, HostBatchBuffer, Ring, RingLayout, create_memory
+from stoker.data.loading.buffers import HostBatchBuffer, Ring, RingLayout, create_memory
 from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
@@ -48,8 +42,7 @@ CORES_PER_PROCESS, MAX_PROCESSES = 4, 8
 """So that each process holds its lock for less than half of the time; 8 processes load more than 2,000 images/s."""
 MAX_GROUP_SIZE = 16
 """Samples of a message: a message costs the training process some 20 µs."""
-MAX_REPORT_BYTES = 1 << 18
-POLL_INTERVAL_MS = 500
+POLL_INTERVAL_S = 0.5
 """How often a wait looks whether the loader was closed by another thread."""
 END_TIMEOUT_S = 5.0
 """Seconds after which a process that does not end is killed."""
@@ -93,11 +86,12 @@ class WorkerProcesses:
         """stack_reader: PID of what may read the stacks of the processes; 0: none."""
         self.count, self._device = count, device
         self._oom_kills = Cgroup().oom_kills()
-        self._lock = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._num_streams = 0
+        self._pools: weakref.WeakValueDictionary[int, ProcessPool] = weakref.WeakValueDictionary()
         self._free_rings: list[Ring] = []
         """Memory of streams that were closed: pinning takes long, so it is used again."""
-        self._controls: list[tuple[socket.socket, Connection]] = []
+        self._connections: list[connection.Connection] = []
         self._children: list[subprocess.Popen[bytes]] = []
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         variables = {
@@ -109,13 +103,13 @@ class WorkerProcesses:
         }
         self.pin_failure: str | None = None
         """Why memory could not be pinned, so that copies make the host wait."""
-        self.finalizer = weakref.finalize(self, _end, self._controls, self._children)
+        self.finalizer = weakref.finalize(self, _end, self._connections, self._children)
         for number in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
                 numbers = (theirs.fileno(), number, os.getpid(), stack_reader)
                 command = [sys.executable, "-c", _START, path, *map(str, numbers)]
-                self._controls.append((ours, Connection(os.dup(ours.fileno()))))
+                self._connections.append(connection.Connection(ours.detach()))
                 try:
                     child = subprocess.Popen(
                         command,
@@ -135,18 +129,31 @@ class WorkerProcesses:
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
 
-    def send(self, number: int, request: str, stream: int, *arguments: Any, fds: Sequence[int] = ()) -> None:
-        """Sends a request to process `number`. Raises StokerError where it has died."""
-        control_socket, control = self._controls[number]
+    def send(self, process: int, request: str, stream: int, *arguments: Any, fds: tuple[int, ...] = ()) -> None:
+        """Asks a process to call the method `request` of its part of a stream. Raises StokerError where it has died."""
         try:
-            with self._lock:
-                control.send((request, stream, *arguments))
-                if fds:
-                    socket.send_fds(control_socket, [b"\0"], fds)
+            with self._sending:
+                self._connections[process].send((request, stream, *arguments))
+                for fd in fds:
+                    reduction.send_handle(self._connections[process], fd, None)
         except (BrokenPipeError, ConnectionResetError):
-            raise self.death_error(number) from None
+            raise self._death_error(process) from None
 
-    def death_error(self, number: int) -> StokerError:
+    def receive(self, timeout_s: float) -> None:
+        """Waits for reports of the processes, and gives them to the pools. Raises StokerError where one has died. Also
+        for another thread than the one that waits, which may then notice up to POLL_INTERVAL_S later."""
+        for ready in connection.wait(self._connections, timeout_s):
+            process = self._connections.index(ready)  # type: ignore[arg-type]  # nothing else is waited for
+            with self._receiving:
+                try:
+                    while self._connections[process].poll():
+                        stream, *report = self._connections[process].recv()
+                        if (pool := self._pools.get(stream)) is not None:
+                            pool.apply(process, *report)
+                except (EOFError, ConnectionResetError):
+                    raise self._death_error(process) from None
+
+    def _death_error(self, number: int) -> StokerError:
         child = self._children[number]
         location = f"process {number + 1} of {self.count} (pid {child.pid})"
         try:
@@ -161,15 +168,12 @@ class WorkerProcesses:
         cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
         return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
 
-    def control_fds(self) -> list[int]:
-        return [control_socket.fileno() for control_socket, _ in self._controls]
-
     def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
     ) -> "ProcessPool":
         """Lets the processes prepare for the samples of a loader, with memory for `num_slots` batches."""
         layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
-        with self._lock:
+        with self._sending:
             self._num_streams += 1
             number = self._num_streams
             ring = next((ring for ring in self._free_rings if ring.layout == layout), None)
@@ -178,10 +182,11 @@ class WorkerProcesses:
         if ring is None:
             ring = Ring(layout)
             self.pin_failure = self._device.pin(ring.memory.ctypes.data, ring.memory.nbytes)
-        return ProcessPool(self, number, ring, samples, spec, cache)
+        pool = self._pools[number] = ProcessPool(self, number, ring, samples, spec, cache)
+        return pool
 
     def release(self, ring: Ring) -> None:
-        with self._lock:
+        with self._sending:
             self._free_rings.append(ring)
 
     def close(self) -> None:
@@ -191,10 +196,9 @@ class WorkerProcesses:
             self._device.unpin(self._free_rings.pop().memory.ctypes.data)
 
 
-def _end(controls: list[tuple[socket.socket, Connection]], children: list[subprocess.Popen[bytes]]) -> None:
-    for control_socket, control in controls:
-        control.close()
-        control_socket.close()  # which ends the process
+def _end(connections: list[connection.Connection], children: list[subprocess.Popen[bytes]]) -> None:
+    for control in connections:
+        control.close()  # which ends the process
     for child in children:
         try:
             child.wait(END_TIMEOUT_S)
@@ -218,25 +222,21 @@ class ProcessPool:
         self._processes, self._number, self.ring, self._samples = processes, number, ring, samples
         ring.clear_counters()
         self._cache, self._group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
-        self._fair_share = -(-len(ring.slots) * spec.batch_size // processes.count)
-        """Samples that a process has at most, so that the others have some."""
         self.buffers = [
             HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot) for slot in ring.slots
         ]
         self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
-        self.stopped = True
-        self._has_failed = False
-        self._generation = self._workers = self._num_stopped = self._num_idle = 0
+        self.stopped, self._is_open = True, True
+        self._failure: BaseException | None = None
+        self._threads = [0] * processes.count
+        self._outstanding = [0] * processes.count
+        """Samples that each process has and has not loaded yet."""
+        self._idle: list[bool] = [True] * processes.count
+        """Of the processes that have stopped: whether none of their threads works any more."""
         self._pending: dict[int, BatchTask] = {}
         """Slot → the batch in it."""
-        self._backlog: deque[bytes] = deque()
-        """Groups for which the pipe has no room yet."""
-        self._lock = threading.Lock()
-        groups_read, self._groups_fd = os.pipe()
-        os.set_blocking(self._groups_fd, False)
-        self._reports, their_reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
         cache_fd, cache_arguments = (None, None) if cache is None else cache.shared
-        payload_fd = save_payload(
+        payload_fd, parts = save_payload(
             {
                 "index": samples.index,
                 "image_indices": samples.image_indices,
@@ -244,31 +244,24 @@ class ProcessPool:
                 "cache": cache_arguments,
             }
         )
-        fds = [payload_fd, ring.fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
-        self._finalizer = weakref.finalize(self, _close_pool, self._groups_fd, self._reports)
+        fds = (payload_fd, ring.fd) if cache_fd is None else (payload_fd, ring.fd, cache_fd)
         try:
             for process in range(processes.count):
-                processes.send(process, "open", number, ring.layout, len(fds), fds=fds)
+                processes.send(process, "open", number, ring.layout, parts, len(fds), fds=fds)
         finally:
             os.close(payload_fd)
-            os.close(groups_read)
-            their_reports.close()
 
     def start(self, workers: int) -> None:
         """Takes batches from now on. The pool is stopped, and none of its batches is used any more. The processes try
         an image again that is put into quarantine later; `BatchFinalizer` corrects the result."""
-        self.stopped = self._has_failed = False
-        self._num_stopped = self._num_idle = 0
-        self._workers = workers
+        if not self.is_idle:
+            raise StokerError("Worker processes of the loader do not respond.", fix="see whether the disk does")
+        self.stopped, self._idle = False, []
+        self._threads, self._outstanding = self._threads_per_process(workers), [0] * self._processes.count
         self._pending.clear()
-        self._backlog.clear()
-        self._generation += 1
         self.ring.clear_counters()
-        for process, count in enumerate(self._threads_per_process(workers)):
-            self._processes.send(
-                process, "start", self._number,
-                self._generation, count, self._group_size, self._fair_share, self._samples.quarantined,
-            )  # fmt: skip
+        for process, count in enumerate(self._threads):
+            self._processes.send(process, "start", self._number, count, self._samples.quarantined)
 
     def _threads_per_process(self, workers: int) -> list[int]:
         count = self._processes.count
@@ -278,94 +271,53 @@ class ProcessPool:
         return self.ring.read_counters()
 
     def resize(self, workers: int) -> None:
-        if workers == self._workers or self.stopped:
-            return
-        for process, count in enumerate(self._threads_per_process(workers)):
-            self._processes.send(process, "resize", self._number, count)
-        self._workers = workers
+        threads = self._threads_per_process(workers)
+        if threads != self._threads and not self.stopped:
+            self._threads = threads
+            for process, count in enumerate(threads):
+                self._processes.send(process, "resize", self._number, count)
 
     def submit_batch(self, batch_task: BatchTask) -> None:
-        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
+        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes: a group at a time to the
+        one that has the fewest for each of its threads."""
         slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
         self._pending[slot] = batch_task
         for first in range(0, batch_size, self._group_size):
-            count = min(self._group_size, batch_size - first)
-            self._backlog.append(GROUP.pack(self._generation, batch_task.start + first, slot, first, count, 0))
-        self._send_groups()
+            group = (batch_task.start + first, slot, first, min(self._group_size, batch_size - first))
+            load = [n / threads for n, threads in zip(self._outstanding, self._threads, strict=True)]
+            process = load.index(min(load))
+            self._outstanding[process] += group[-1]
+            self._processes.send(process, "load", self._number, *group)
 
-    def _send_groups(self) -> None:
-        try:
-            while self._backlog:
-                os.write(self._groups_fd, self._backlog[0])
-                self._backlog.popleft()
-        except BlockingIOError:
-            pass  # the next report comes from a process that has taken one
-        except BrokenPipeError:
-            self._raise_death()
-
-    def collect(self) -> None:
-        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
-        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
-        self._apply(self._poll(0))
-
-    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-        """Waits for reports and for the end of a process."""
-        poller = select.poll()  # a new one, as no other thread can use it meanwhile
-        if (reports_fd := self._reports.fileno()) >= 0:  # not closed meanwhile
-            poller.register(reports_fd, select.POLLIN)
-        for fd in self._processes.control_fds():
-            poller.register(fd, 0)  # poll always reports a closed connection
-        return poller.poll(timeout_ms)
+    def collect(self, timeout_s: float = 0.0) -> None:
+        """Applies what the processes have reported. Raises what a process could not do, StokerError where one died."""
+        self._processes.receive(timeout_s)
+        if self._failure is not None:
+            raise self._failure
 
     def wait(self, batch_task: BatchTask) -> None:
-        """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
+        """Returns when a batch is loaded or the pool was stopped. Raises as `collect`."""
         while batch_task.num_missing and not self.stopped:
-            self._apply(self._poll(POLL_INTERVAL_MS))
+            self.collect(POLL_INTERVAL_S)
 
-    def _apply(self, events: list[tuple[int, int]]) -> None:
-        reports_fd = self._reports.fileno()
-        if any(fd == reports_fd for fd, _ in events):
-            with self._lock:
-                while True:
-                    try:
-                        data = self._reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-                    except BlockingIOError:
-                        break
-                    if not data:
-                        break
-                    self._apply_report(*pickle.loads(data))
-                self._send_groups()
-        if not self.stopped and any(fd != reports_fd for fd, _ in events):
-            self._raise_death()
+    def apply(self, process: int, report: str, *arguments: Any) -> None:
+        if report == "loaded":
+            self._apply_group(process, *arguments)
+        elif report == "stopped":
+            self._idle += arguments
+        elif report == "cache_full" and self._cache is not None:
+            self._cache.stop_filling(*arguments)
+        elif report == "failed":
+            [self._failure] = arguments
 
-    def _raise_death(self) -> NoReturn:
-        self._has_failed = True
-        control_fds = self._processes.control_fds()
-        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
-        raise self._processes.death_error(dead[0] if dead else 0)
-
-    def _apply_report(self, kind: str, *report: Any) -> None:
-        if kind == "group loaded":
-            generation, slot, first, count, special = report
-            if generation == self._generation:
-                self._apply_group(slot, first, count, special)
-        elif kind == "stopped":
-            generation, is_idle = report
-            if generation == self._generation:
-                self._num_stopped += 1
-                self._num_idle += is_idle
-        elif kind == "cache full" and self._cache is not None:
-            self._cache.stop_filling(*report)
-        elif kind == "failed":
-            self._has_failed = True
-            raise report[0]
-
-    def _apply_group(self, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
+    def _apply_group(self, process: int, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
+        """special: results of its samples that are not simply an image without failures."""
         batch_task = self._pending[slot]
         indices = batch_task.buffer.image_index[first : first + count].tolist()
         batch_task.results[first : first + count] = [SampleResult(image_index, []) for image_index in indices]
         for k, result in special.items():
             batch_task.results[k] = result
+        self._outstanding[process] -= count
         batch_task.num_missing -= count
         if not batch_task.num_missing:
             del self._pending[slot]
@@ -380,46 +332,40 @@ class ProcessPool:
 
     def join(self) -> None:
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        count = self._processes.count
-        while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
-            events = self._poll(1000 * left_s)
-            self._apply(events)
-            if any(fd != self._reports.fileno() for fd, _ in events):
-                break
+        with contextlib.suppress(StokerError):  # as above
+            while len(self._idle) < self._processes.count and self._failure is None and time.monotonic() < deadline_s:
+                self._processes.receive(POLL_INTERVAL_S)
 
     @property
     def is_idle(self) -> bool:
         """Whether no process writes into the stream's memory any more. After `join`."""
-        return self._num_idle == self._processes.count
+        return self._idle == [True] * self._processes.count
 
-    def close(self, *, is_idle: bool) -> None:
-        """Ends the stream in all processes. is_idle: none of them writes any more, so the memory may be used again."""
-        if self._finalizer.alive:
-            self._finalizer()
-            if is_idle:
-                self._processes.release(self.ring)
-
-
-def _close_pool(groups_fd: int, reports: socket.socket) -> None:
-    os.close(groups_fd)
-    reports.close()
+    def close(self) -> None:
+        """Ends the stream in all processes, after `join`. Its memory is used again where none of them writes to it."""
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(StokerError, OSError):  # one has died, or all were closed
+                for process in range(self._processes.count):
+                    self._processes.send(process, "close", self._number)
+                if self.is_idle:
+                    self._processes.release(self.ring)
 
 
-def save_payload(payload: dict[str, Any]) -> int:
-    """Returns a pickled object in memory that processes can map, its arrays apart, so that they need no copies. The
-    number of parts but one and (start, end) of each come first."""
+def save_payload(payload: dict[str, Any]) -> tuple[int, list[tuple[int, int]]]:
+    """Returns a pickled object in memory that processes can map, its arrays apart, so that they need no copies; and
+    (start, end) of each part."""
     buffers: list[pickle.PickleBuffer] = []
     parts: list[Any] = [pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)]
     parts += [buffer.raw() for buffer in buffers]
-    ends, end = [], 8 + 16 * len(parts)
+    places, end = [], 0
     for part in parts:
         start = -(-end // 64) * 64
         end = start + memoryview(part).nbytes
-        ends.append((start, end))
+        places.append((start, end))
     fd = create_memory("stoker-index", end)
-    os.pwrite(fd, np.array([len(buffers), *itertools.chain(*ends)], np.int64).tobytes(), 0)
-    for part, (start, end) in zip(parts, ends, strict=True):
+    for part, (start, end) in zip(parts, places, strict=True):
         view = memoryview(part).cast("B")
         while start < end:  # a call writes 2 GiB at most
             start += os.pwrite(fd, view[len(view) - (end - start) :], start)
-    return fd
+    return fd, places

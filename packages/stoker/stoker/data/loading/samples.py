@@ -16,7 +16,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -166,6 +166,8 @@ class BatchTask:
         """What the device is to decode, whose pixels are not written; None: the host decodes all."""
         self.reloaded: list[int] = []
         """Places that were loaded again after the device decoder had finished."""
+        self.on_loaded: Callable[[], None] | None = None
+        """Called by the worker that has loaded the last sample."""
         self.device_images: tuple[Tensor, ReadyEvent] | None = None
         """uint8 [B, H, W, 3] on the device and when they are complete, where the device decodes."""
 

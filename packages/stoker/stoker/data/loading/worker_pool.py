@@ -196,14 +196,13 @@ class WorkerPool:
         samples: SampleStream,
         workers: int,
         decode_on_device: Callable[[BatchTask, Counters], None] | None = None,
-        on_batch_loaded: Callable[[BatchTask], None] | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        """decode_on_device: decodes what the workers leave to the device, on one more thread. on_batch_loaded: called
-        by the worker that has loaded the last sample of a batch. prefetcher: of images in a bucket."""
+        """decode_on_device: decodes what the workers leave to the device, on one more thread. prefetcher: of images in
+        a bucket."""
         self.batch_done = threading.Condition()
         self.stopped = False
-        self._samples, self._on_batch_loaded, self._prefetcher = samples, on_batch_loaded, prefetcher
+        self._samples, self._prefetcher = samples, prefetcher
         self._results_lock = threading.Lock()
         self._tasks: list[SampleTask] = []
         self._tasks_lock = threading.Lock()
@@ -343,8 +342,8 @@ class WorkerPool:
         with self.batch_done:
             batch_task.num_missing -= 1
             self.batch_done.notify_all()
-        if self._on_batch_loaded is not None:
-            self._on_batch_loaded(batch_task)
+        if batch_task.on_loaded is not None:
+            batch_task.on_loaded()
 
     def _run_device_decoder(self, decode_on_device: Callable[[BatchTask, Counters], None]) -> None:
         """Decodes one batch after the other on the device, in a thread, once its samples are loaded."""
