@@ -20,7 +20,7 @@ import shutil
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -60,8 +60,8 @@ MIN_DECODE_S = 2e-4
 DECODE_S_PER_PIXEL, OUTPUT_S_PER_PIXEL = 1.3e-9, 2.0e-9
 """libjpeg-turbo's time per pixel of the file (entropy decoding) and per pixel after DCT scaling: 1.0 ms for 640 × 480,
 17 ms for 4,000 × 3,000 at a quarter of the size (`benchmarks/loading/cache.py`)."""
-RESERVE_FRACTION, MAX_RESERVE_BYTES = 0.05, 2 << 30
-"""What stays free on the disk, for example for checkpoints: this fraction of it, at most so many bytes."""
+RESERVE_FRACTION = 0.01
+"""Of a disk, what stays free, for example for checkpoints."""
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse",
 )  # fmt: skip
@@ -118,16 +118,15 @@ class PixelCache:
         fd: int | None,
         *,
         max_bytes: int = 0,
-        reserve_bytes: int = 0,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
         """fd: an open file, which is closed with the cache; None: nothing is kept, images are only resized.
 
-        max_bytes: what the file may take of its disk or of memory; reserve_bytes: what stays free on its disk.
-        on_error is called once, from any thread, when nothing more can be kept.
+        max_bytes: what the file may take of its disk or of memory. on_error is called once, from any thread, when
+        nothing more can be kept.
         """
         self._index, self._fd, self._spec = index, fd, spec
-        self._max_bytes, self._reserve_bytes, self._on_error = max_bytes, reserve_bytes, on_error
+        self._max_bytes, self._on_error = max_bytes, on_error
         self._cached_sizes = spec.cached_sizes(index.original_size)
         self._entry_offsets = compute_entry_offsets(self._cached_sizes)
         self._source_stamps = np.full((len(index.original_size), 2), -1, np.int64)
@@ -142,7 +141,7 @@ class PixelCache:
     @property
     def shared(self) -> tuple[int | None, dict[str, Any]]:
         """The file, and the other arguments (but index and on_error) with which a worker process makes its own."""
-        return self._fd, {"spec": self._spec, "max_bytes": self._max_bytes, "reserve_bytes": self._reserve_bytes}
+        return self._fd, {"spec": self._spec, "max_bytes": self._max_bytes}
 
     def shape(self, image_index: int) -> tuple[int, int] | None:
         """Height and width in which an image is kept; None where it is not kept, as the index has no size for it."""
@@ -240,12 +239,9 @@ class PixelCache:
         return _IDENTITY.pack(_MAGIC, image_index, height, width, source_bytes, mtime_ns, *(byte_range or (0, 0)))
 
     def _has_room(self, fd: int, num_bytes: int) -> bool:
-        if os.fstat(fd).st_blocks * 512 + num_bytes > self._max_bytes:
-            return False
-        if not self._reserve_bytes:
-            return True
         disk = os.fstatvfs(fd)
-        return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + num_bytes
+        is_nearly_full = disk.f_bavail < RESERVE_FRACTION * disk.f_blocks  # of memory, both are 0
+        return not is_nearly_full and os.fstat(fd).st_blocks * 512 + num_bytes <= self._max_bytes
 
     def _disable_writes(self, reason: str) -> None:
         self.stop_filling(f"the cache of decoded images is no longer filled: {reason}")
@@ -374,7 +370,6 @@ def open_cache(
         return PixelCache(index, spec, None)
     sizes = index.original_size[image_indices]
     required_bytes = int(compute_entry_offsets(spec.cached_sizes(sizes[(sizes > 0).all(1)]))[-1])
-    reserve_bytes = 0
     if kind == "ram":
         if not hasattr(os, "memfd_create"):
             raise ConfigError("--cache ram needs Linux.", choices=("none", "disk"))
@@ -390,16 +385,15 @@ def open_cache(
             return PixelCache(index, spec, None)
         for removed in evict_cache_files(path, required_bytes):
             log_event("info", f"removed decoded images of another data set or size to free space: {removed.name}")
-        max_bytes, where = max(0, _free_bytes(path, _other_cache_files(path))), "disk"
-        reserve_bytes = min(MAX_RESERVE_BYTES, int(shutil.disk_usage(path.parent).total * RESERVE_FRACTION))
+        others_bytes = sum(disk_bytes for _, disk_bytes, _ in _other_cache_files(path))
+        max_bytes, where = max(0, _limit_bytes(path) - others_bytes), "disk"
     if max_bytes < required_bytes:
         log_event(
             "info",
             f"the cache of decoded images may take {format_bytes(max_bytes)} of the {where}; all images need"
             f" {format_bytes(required_bytes)}",
         )
-    on_error = functools.partial(log_event, "warning")
-    return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve_bytes, on_error=on_error)
+    return PixelCache(index, spec, fd, max_bytes=max_bytes, on_error=functools.partial(log_event, "warning"))
 
 
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
@@ -428,8 +422,8 @@ def open_cache_file(path: Path) -> int:
 def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
     """Removes cache files that no process uses, the least recently used first, until `path` may take so many bytes."""
     others, removed = _other_cache_files(path), []
-    excess_bytes = required_bytes - _free_bytes(path, others)
-    for other, (disk_bytes, _) in sorted(others.items(), key=lambda item: item[1][1]):
+    excess_bytes = required_bytes + sum(disk_bytes for _, disk_bytes, _ in others) - _limit_bytes(path)
+    for _, disk_bytes, other in others:
         if excess_bytes > 0 and is_unused(other, remove=True):
             excess_bytes -= disk_bytes
             removed.append(other)
@@ -438,37 +432,33 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
 
 def compute_free_disk_bytes(path: Path) -> int:
     """Returns bytes that the cache file `path` may take, after all unused cache files are removed."""
-    used = {other: stat for other, stat in _other_cache_files(path).items() if not is_unused(other)}
-    return max(0, _free_bytes(path, used))
+    used_bytes = sum(disk_bytes for _, disk_bytes, other in _other_cache_files(path) if not is_unused(other))
+    return max(0, _limit_bytes(path) - used_bytes)
 
 
-def _other_cache_files(path: Path) -> dict[Path, tuple[int, int]]:
-    """Returns the cache files besides `path`: bytes on the disk, and the time of the last use (ns)."""
-    others: dict[Path, tuple[int, int]] = {}
+def _other_cache_files(path: Path) -> list[tuple[int, int, Path]]:
+    """Returns the time of the last use (ns), and bytes on the disk, of the cache files besides `path`, ascending."""
+    others = []
     for other in path.parent.glob("*.pixels"):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
             if other != path:
                 stat = other.stat()
-                others[other] = stat.st_blocks * 512, stat.st_mtime_ns
-    return others
+                others.append((stat.st_mtime_ns, stat.st_blocks * 512, other))
+    return sorted(others)
 
 
-def _free_bytes(path: Path, others: Mapping[Path, tuple[int, int]]) -> int:
-    """Returns bytes that `path` may take besides the cache files `others`; negative where they exceed the limit."""
-    directory = path.parent
-    while not directory.exists():
-        directory = directory.parent
+def _limit_bytes(path: Path) -> int:
+    """Returns bytes that all cache files together may take."""
     if value := os.environ.get(LIMIT_ENV_VAR):
         limit_gib = -1.0
         with contextlib.suppress(ValueError):
             limit_gib = float(value)
         if not 0 <= limit_gib < 2**40:
             raise make_error(ConfigError, "cache-limit-not-a-number", limit_env_var=LIMIT_ENV_VAR, value=value)
-        limit_bytes = int(limit_gib * 2**30)
-    else:
-        taken = sum(disk_bytes for disk_bytes, _ in _other_cache_files(directory / "none").values())
-        limit_bytes = (shutil.disk_usage(directory).free + taken) // 2
-    return limit_bytes - sum(disk_bytes for disk_bytes, _ in others.values())
+        return int(limit_gib * 2**30)
+    directory = next(parent for parent in path.parents if parent.exists())
+    taken = sum(disk_bytes for _, disk_bytes, _ in _other_cache_files(path.with_name("none")))
+    return (shutil.disk_usage(directory).free + taken) // 2
 
 
 def find_network_file_system(path: Path) -> str | None:

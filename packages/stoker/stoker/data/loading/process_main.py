@@ -2,9 +2,9 @@
 
 A process serves several streams (training, evaluation), each with memory for its batches. What is to be done and what
 has been done, and the descriptors of the memory, are messages of one connection. The process does without torch. It
-ignores signals that a terminal or a scheduler sends to all processes of a job, because training goes on until it is done; it
-ends when its connection closes, which the kernel does when the training process ends in whatever way. Started by
-`processes.py`.
+ignores signals that a terminal or a scheduler sends to all processes of a job, because training goes on until it is
+done; it ends when its connection closes, which the kernel does when the training process ends in whatever way. Started
+by `processes.py`.
 """
 
 import contextlib
