@@ -132,12 +132,8 @@ class _Folder:
             return {}
         if not self.path.is_dir():
             raise UsageError(f"{self.text!r} is a file.", fix="name a folder that does not exist, or is empty")
-        found = {}
-        for folder, _, names in os.walk(self.path):
-            for name in names:
-                file = os.path.join(folder, name)
-                found[os.path.relpath(file, self.path)] = os.lstat(file).st_size
-        return found
+        files = (path for path in self.path.rglob("*") if not path.is_dir())
+        return {str(path.relative_to(self.path)): path.lstat().st_size for path in files}
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
@@ -246,8 +242,8 @@ def pack(
         return _complete(index, destination, plan, sizes, run_shards)
     _require_free(destination, plan, sizes)
     with destination.locked():
-        destination.write(PLAN_FILE, msgspec.json.encode({"id": plan.id, "shards": len(plan.shards)}))
-        _delete_temporary_files(destination, plan, sizes)
+        destination.write(PLAN_FILE, _plan_text(plan))
+        _delete_temporary_files(destination, sizes)
         records = _finished_records(destination, plan, sizes)
         num_kept, num_done = len(records), sum(len(r.images) + len(r.skipped) for r in records.values())
         progress(num_done, len(index))
@@ -450,7 +446,7 @@ def _complete(
         raise _other_bytes(destination, min(lost - {shard.name for shard in planned}))
     if lost:
         with destination.locked():
-            _delete_temporary_files(destination, plan, sizes)
+            _delete_temporary_files(destination, sizes)
             for record in run_shards(index, plan, planned, destination):
                 name = record.shard.name
                 destination.delete(_record_name(name))
@@ -477,13 +473,7 @@ def _require_free(destination: Destination, plan: PackPlan, sizes: dict[str, int
     if PLAN_FILE not in sizes:
         if others := sorted(name for name in sizes if not name.startswith(f"{WORK_DIR}/")):
             raise make_error(UsageError, "has-other-data", cause=", ".join(others[:3]), text=destination.text)
-        return
-    try:
-        content = msgspec.json.decode(destination.read(PLAN_FILE))
-        started = content["id"], content["shards"]
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
-        started = None
-    if started != (plan.id, len(plan.shards)):  # another version may plan other shards
+    elif destination.read(PLAN_FILE) != _plan_text(plan):  # another version may plan other shards
         fix = "run that command again to continue it, name another folder, or delete this one first"
         raise _other_plan(destination, "the beginning of another packed data set", fix)
 
@@ -511,13 +501,15 @@ def _finished_records(destination: Destination, plan: PackPlan, sizes: dict[str,
     return {record.shard.name: record for record in records if record is not None}
 
 
-def _delete_temporary_files(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> None:
+def _delete_temporary_files(destination: Destination, sizes: dict[str, int]) -> None:
     """Deletes what `write_atomic` had begun when the process was killed."""
-    prefixes = tuple(f".{name}." for name in (*(shard.name for shard in plan.shards), INDEX_FILE))
     for name in sizes:
-        file = name.rpartition("/")[2]
-        if file.endswith(".tmp") and (file.startswith(prefixes) or name.startswith(f"{WORK_DIR}/")):
+        if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp"):
             destination.delete(name)
+
+
+def _plan_text(plan: PackPlan) -> bytes:
+    return msgspec.json.encode({"id": plan.id, "shards": len(plan.shards)})
 
 
 def _record_name(shard_name: str) -> str:

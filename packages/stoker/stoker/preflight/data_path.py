@@ -155,7 +155,7 @@ def _describe_place(index: Index) -> tuple[str, str]:
     network file system), disk. Label: the subject of the finding."""
     remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
     if remote is not None:
-        return "remote", "web server" if remote[0].uri.scheme in ("https", "http") else "bucket"
+        return "remote", "bucket"
     storage = describe_storage(index.root)
     if not storage["network"]:
         return "disk", "disk"

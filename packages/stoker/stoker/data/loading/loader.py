@@ -208,7 +208,7 @@ class Loader:
         else:
             if spec.jpeg_decoder != "cpu" or self._samples.is_remote:
                 raise ValueError("worker processes load no images of a bucket and leave none to the device")
-            self._process_pool = processes.open_pool(self._samples, spec, cache, num_buffers)
+            self._process_pool = ProcessPool(processes, self._samples, spec, cache, num_buffers)
             self._buffers = list(self._process_pool.buffers)
             if processes.pin_failure is not None and on_tuned is not None:
                 on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")

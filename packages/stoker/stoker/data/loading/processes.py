@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -92,6 +93,10 @@ class WorkerProcesses:
         self._free_rings: list[Ring] = []
         """Memory of streams that were closed: pinning takes long, so it is used again."""
         self._connections: list[connection.Connection] = []
+        self._process_of: dict[int, int] = {}
+        """Descriptor of a connection → number of the process."""
+        self._poller = select.poll()
+        """Of the connections; for the thread that holds `_receiving`."""
         self._children: list[subprocess.Popen[bytes]] = []
         path = json.dumps([os.path.abspath(entry) for entry in sys.path])
         variables = {
@@ -109,6 +114,8 @@ class WorkerProcesses:
             with theirs:
                 numbers = (theirs.fileno(), number, os.getpid(), stack_reader)
                 command = [sys.executable, "-c", _START, path, *map(str, numbers)]
+                self._process_of[ours.fileno()] = number
+                self._poller.register(ours, select.POLLIN)
                 self._connections.append(connection.Connection(ours.detach()))
                 try:
                     child = subprocess.Popen(
@@ -142,16 +149,18 @@ class WorkerProcesses:
     def receive(self, timeout_s: float) -> None:
         """Waits for reports of the processes, and gives them to the pools. Raises StokerError where one has died. Also
         for another thread than the one that waits, which may then notice up to POLL_INTERVAL_S later."""
-        for ready in connection.wait(self._connections, timeout_s):
-            process = self._connections.index(ready)  # type: ignore[arg-type]  # nothing else is waited for
-            with self._receiving:
-                try:
-                    while self._connections[process].poll():
+        if timeout_s:
+            connection.wait(self._connections, timeout_s)
+        with self._receiving:
+            while ready := self._poller.poll(0):
+                for fd, _ in ready:
+                    process = self._process_of[fd]
+                    try:
                         stream, *report = self._connections[process].recv()
-                        if (pool := self._pools.get(stream)) is not None:
-                            pool.apply(process, *report)
-                except (EOFError, ConnectionResetError):
-                    raise self._death_error(process) from None
+                    except (EOFError, ConnectionResetError):
+                        raise self._death_error(process) from None
+                    if (pool := self._pools.get(stream)) is not None:
+                        pool.apply(process, *report)
 
     def _death_error(self, number: int) -> StokerError:
         child = self._children[number]
@@ -168,22 +177,19 @@ class WorkerProcesses:
         cause = "memory may have run out: see `dmesg`" if killed else "its own message is above, on stderr"
         return make_error(StokerError, "worker-ended", location, cause=cause, how=what)
 
-    def open_pool(
-        self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
-    ) -> "ProcessPool":
-        """Lets the processes prepare for the samples of a loader, with memory for `num_slots` batches."""
-        layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
+    def open_stream(self, pool: "ProcessPool", layout: RingLayout) -> tuple[int, Ring]:
+        """Returns the number of a new stream, whose reports the pool gets, and its memory."""
         with self._sending:
             self._num_streams += 1
             number = self._num_streams
-            ring = next((ring for ring in self._free_rings if ring.layout == layout), None)
-            if ring is not None:
-                self._free_rings.remove(ring)
-        if ring is None:
-            ring = Ring(layout)
-            self.pin_failure = self._device.pin(ring.memory.ctypes.data, ring.memory.nbytes)
-        pool = self._pools[number] = ProcessPool(self, number, ring, samples, spec, cache)
-        return pool
+            self._pools[number] = pool
+            for ring in self._free_rings:
+                if ring.layout == layout:
+                    self._free_rings.remove(ring)
+                    return number, ring
+        ring = Ring(layout)
+        self.pin_failure = self._device.pin(ring.memory.ctypes.data, ring.memory.nbytes)
+        return number, ring
 
     def release(self, ring: Ring) -> None:
         with self._sending:
@@ -213,17 +219,20 @@ class ProcessPool:
     def __init__(
         self,
         processes: WorkerProcesses,
-        number: int,
-        ring: Ring,
         samples: SampleStream,
         spec: LoaderSpec,
         cache: "PixelCache | None",
+        num_slots: int,
     ) -> None:
-        self._processes, self._number, self.ring, self._samples = processes, number, ring, samples
-        ring.clear_counters()
+        """num_slots: batches for which there is memory."""
+        layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, processes.count)
+        self._processes, self._samples = processes, samples
+        self._number, self.ring = processes.open_stream(self, layout)
+        self.ring.clear_counters()
         self._cache, self._group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
         self.buffers = [
-            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot) for slot in ring.slots
+            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot)
+            for slot in self.ring.slots
         ]
         self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
         self.stopped, self._is_open = True, True
@@ -244,10 +253,10 @@ class ProcessPool:
                 "cache": cache_arguments,
             }
         )
-        fds = (payload_fd, ring.fd) if cache_fd is None else (payload_fd, ring.fd, cache_fd)
+        fds = (payload_fd, self.ring.fd, *(() if cache_fd is None else (cache_fd,)))
         try:
             for process in range(processes.count):
-                processes.send(process, "open", number, ring.layout, parts, len(fds), fds=fds)
+                processes.send(process, "open", self._number, layout, parts, len(fds), fds=fds)
         finally:
             os.close(payload_fd)
 
