@@ -272,11 +272,12 @@ def test_without_an_interpreter_there_are_no_processes(monkeypatch):
 
 
 def test_children_do_without_torch(index, processes):
-    stream(index, 2)
-    for pid in processes.pids:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        assert "stoker-batches" in maps
-        assert "libtorch" not in maps
+    with make(index) as loader:
+        take(loader, 2)
+        for pid in processes.pids:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert "stoker-batches" in maps
+            assert "libtorch" not in maps
 
 
 @pytest.mark.slow
