@@ -261,8 +261,6 @@ def pack(
     quality: int | None = None,
     shard_mib: int | None = None,
     workers: int | None = None,
-    on: Literal["local", "ray"] = "local",
-    address: str | None = None,
     json: bool = False,
 ) -> None:
     """Writes a data set as shards for streaming: WebDataset archives with an index, to train from a bucket.
@@ -290,19 +288,11 @@ def pack(
     ):
         if value is not None and not low <= value <= high:
             raise UsageError(f"{flag} {value} is out of range.", choices=[f"{low} to {high:,}"])
-    if address is not None and on != "ray":
-        raise UsageError("--address is that of a Ray cluster.", fix="add --on ray")
     options = PackOptions(
         shard_mib=shard_mib or DEFAULT_SHARD_MIB, image_size=image_size, quality=quality or DEFAULT_QUALITY
     )
-    settings = reading.settings(data, val_fraction=val_fraction).data
-    index = open_index_of(settings)
-    if on == "ray":
-        from stoker.launching.ray_cluster import on_ray
-
-        run_shards = on_ray(settings, address)
-    else:
-        run_shards = in_threads(workers or host_cores())
+    index = open_index_of(reading.settings(data, val_fraction=val_fraction).data)
+    run_shards = in_threads(workers or host_cores())
     with progress_bar("images") as on_progress:
         packed = pack_data(index, dest, options, run_shards=run_shards, progress=on_progress)
     show(packed, print_packed, json=json)

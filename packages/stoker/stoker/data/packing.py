@@ -5,7 +5,7 @@ again, with the same bytes. A finished shard has a record next to it; after a ki
 index is written last and replaces plan and records. Training images are put into the shards in a random order that is
 always the same, as neighbors in a source are often alike. Rows of the index keep the order of the source.
 
-Not here: what images training would skip and other formats (`convert.py`), Ray (`launching/ray_cluster.py`).
+Not here: what images training would skip and other formats (`convert.py`).
 """
 
 import contextlib

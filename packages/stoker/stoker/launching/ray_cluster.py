@@ -1,16 +1,13 @@
-"""Ray: `stoker launch ray` and `stoker data pack --on ray`.
+"""Ray: `stoker launch ray`.
 
 A launched training is a job of Ray's job server, whose entry point is `python -m stoker.launching.ray_cluster TRAINING`
 on the cluster: a driver that reserves the nodes, runs `stoker train` on each, and starts it again. The cluster has to
 have stoker, Ray and, at the same paths, the data and the run folder. `cancel` lets the training save: the job server
-waits for the driver as long as the grace period. Each shard that is packed is one task, so a lost node repeats only its
-own shards, and a start that was stopped is continued with or without Ray (`data/packing.py`).
+waits for the driver as long as the grace period.
 """
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 import os
 import shlex
 import signal
@@ -19,9 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -29,16 +25,10 @@ from stoker.launching.elastic import choose_nodes, describe_idle
 from stoker.launching.spec import Job, JobStatus, LaunchPlace, LaunchSpec, state_of
 from stoker.training.cluster import RankPlace
 from stoker.training.supervisor import PASSED_ON, delay_s, die_with_parent
-from stoker_watch.errors import DataError, PreflightError, UsageError, make_error, needs_package
-from stoker_watch.storage.uri import expand_variables, is_uri
+from stoker_watch.errors import PreflightError, UsageError, needs_package
 
 with contextlib.suppress(ModuleNotFoundError):  # where it is needed, `needs_package` names it
     import ray
-
-if TYPE_CHECKING:
-    from stoker.config.settings import DataSettings
-    from stoker.data.index import Index
-    from stoker.data.packing import Destination, PackOptions, PackPlan, PlannedShard, RunShards, ShardRecord
 
 
 class RayTraining(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,88 +295,6 @@ def _signal(nodes: list[Any], number: int) -> None:
 
 def _say(text: str) -> None:
     print(f"stoker: {text}", file=sys.stderr, flush=True)
-
-
-# Packing
-
-CONNECT_S = 10.0
-"""How long the cluster may take to accept a connection; Ray itself tries for minutes."""
-
-
-def on_ray(settings: "DataSettings", address: str | None) -> "RunShards":
-    """Makes shards on the cluster at `address`: host:6379, ray://host:10001; None: RAY_ADDRESS, else the cluster that
-    runs on this machine. Raises PreflightError if Ray is not installed or cannot be reached."""
-
-    def run(
-        _index: "Index", plan: "PackPlan", shards: "Sequence[PlannedShard]", destination: "Destination"
-    ) -> "Iterator[ShardRecord]":
-        from stoker.data.packing import ShardRecord
-
-        with needs_package("stoker[ray]", "--on ray"):
-            import ray
-        _connect(address)
-        try:
-            # A lost worker or node is not the task's fault, so such a task is repeated as often as needed.
-            task = ray.remote(max_retries=-1, num_cpus=1, scheduling_strategy="SPREAD")(_write_shard)
-            shared = ray.put(msgspec.structs.replace(plan, shards=()))
-            absolute = _absolute(settings)
-            pending = [task.remote(absolute, shared, shard, destination.text) for shard in shards]
-            while pending:
-                done, pending = ray.wait(pending, num_returns=1)
-                try:
-                    yield msgspec.json.decode(ray.get(done[0]), type=ShardRecord)
-                except ray.exceptions.RayTaskError as error:
-                    cause = error.cause
-                    raise cause if isinstance(cause, Exception) else error from error
-        finally:
-            ray.shutdown()
-
-    return run
-
-
-def _connect(address: str | None) -> None:
-    if address is None and os.environ.get("RAY_ADDRESS", "http").startswith("http"):
-        address = "auto"  # an address of the dashboard is that of `stoker launch ray`
-    try:
-        host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-        if port.isdecimal():
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError) as error:
-        raise make_error(PreflightError, "ray-not-reached", cause=str(error).splitlines()[0]) from error
-
-
-def _absolute(settings: "DataSettings") -> "DataSettings":
-    """The settings for another working folder. An annotation file may be relative to the data set, which does not
-    depend on the working folder."""
-
-    def absolute(path: str) -> str:
-        location = expand_variables(path)
-        return location if is_uri(location) or path == "demo" else str(Path(location).absolute())
-
-    given = {name: getattr(settings, name) for name in ("train", "val", "splits")}
-    found: dict[str, Any] = {name: absolute(path) for name, path in given.items() if path and Path(path).exists()}
-    return dataclasses.replace(settings, data=absolute(settings.data), **found)
-
-
-def _write_shard(settings: "DataSettings", plan: "PackPlan", shard: "PlannedShard", destination: str) -> bytes:
-    """On a node: makes and writes a shard; its record as JSON."""
-    from stoker.data.packing import open_destination, write_shard
-
-    index, own_id = _open(settings, plan.options)
-    if own_id != plan.id:
-        raise make_error(DataError, "ray-node-other-data", index.source)
-    return msgspec.json.encode(write_shard(index, plan, shard, open_destination(destination)))
-
-
-@functools.cache
-def _open(settings: "DataSettings", options: "PackOptions") -> "tuple[Index, str]":
-    """The data and the id of its plan, once per worker process."""
-    from stoker.data.index import open_index_of
-    from stoker.data.packing import plan_id
-
-    index = open_index_of(settings)
-    return index, plan_id(index, options)
 
 
 if __name__ == "__main__":
