@@ -34,12 +34,10 @@ from stoker.planning.machines import GPUS, Machine, find_machine
 from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, PreflightError, UsageError, needs_package
 
-KINDS = {"job": ("batch", "v1", "jobs", "Job"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet")}
-"""Group, version, plural, kind of the API."""
+KINDS = {"job": ("batch", "v1", "jobs"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets")}
+"""Group, version, plural of the API."""
 LABEL = "app.kubernetes.io/instance"
 """Label of all that belongs to a job; its value is the name of the job."""
-RUN_LABEL = "app.kubernetes.io/part-of"
-"""Label of all jobs of a run; its value is the name of the first one."""
 INDEX = "batch.kubernetes.io/job-completion-index"
 TIMEOUT_S = 30
 """Seconds for an answer: the client itself waits without end. Following a log takes as long as the job."""
@@ -173,10 +171,6 @@ def _is_gke(spec: LaunchSpec) -> bool:
     return is_named or (machine is not None and machine.cloud == "GCP")
 
 
-def _labels(spec: LaunchSpec) -> dict[str, Any]:
-    return {"app.kubernetes.io/name": "stoker", RUN_LABEL: spec.name, LABEL: spec.job_name}
-
-
 def _read_patch(spec: LaunchSpec) -> dict[str, Any]:
     """What --patch merges into the pod template. Raises ConfigError."""
     path = spec.options.patch
@@ -209,21 +203,12 @@ def merge(base: Any, patch: Any) -> Any:
 
 
 def _render(spec: LaunchSpec, kind: str) -> list[dict[str, Any]]:
-    """The documents: `kubernetes.yaml` with the values of the spec. Kueue starts a job that has a queue."""
-    templates, values = read_template("kubernetes.yaml"), _values(spec, is_job=kind == "job")
+    """The documents: `kubernetes.yaml` with the values of the spec. A JobSet makes a Service of its own."""
+    templates = read_template("kubernetes.yaml")
+    values = _values(spec, templates, is_job=kind == "job")
     values["pod"] = merge(fill(templates["pod"], values), _read_patch(spec))
-    values["job"] = fill(templates["job"], values)
-    group, version, _, name = KINDS[kind]
-    metadata = {"name": spec.job_name, "namespace": spec.options.namespace}
-    queued = {**_labels(spec), "kueue.x-k8s.io/queue-name": spec.options.queue}
-    body = {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)}
-    documents = [(f"{group}/{version}", name, queued, body)]
-    if kind == "job" and spec.max_nodes > 1:  # a JobSet makes a Service of its own
-        documents.insert(0, ("v1", "Service", _labels(spec), fill(templates["service"], values)))
-    return [
-        fill({"apiVersion": api, "kind": name, "metadata": {**metadata, "labels": labels}, "spec": body}, {})
-        for api, name, labels, body in documents
-    ]
+    values["job"] = fill(templates["job_spec"], values)
+    return [fill(templates[name], values) for name in (["service", kind] if values["subdomain"] else [kind])]
 
 
 def _literal(text: str) -> str:
@@ -231,7 +216,7 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
+def _values(spec: LaunchSpec, templates: Any, *, is_job: bool) -> dict[str, Any]:
     """The values of the template. None: the field is left out."""
     several, job_name = spec.max_nodes > 1, spec.job_name
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in spec.env.items()]
@@ -241,12 +226,8 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
     ]
     if several:
         master = f"{job_name}-0.{job_name}" if is_job else f"{job_name}-node-0-0.{job_name}"
-        env += [
-            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
-            {"name": "WORLD_SIZE", "value": str(spec.max_nodes)},
-            {"name": "MASTER_ADDR", "value": master},
-            {"name": "MASTER_PORT", "value": str(PORT)},
-        ]
+        place = {"world_size": str(spec.max_nodes), "master": master, "port": str(PORT)}
+        env += fill(templates["rank_env"], place)
     if GRACE_VARIABLE not in {*spec.env, *spec.secrets}:
         grace_s = min(spec.grace_s, Kubernetes.spot_grace_s) if spec.spot else spec.grace_s
         env.append({"name": GRACE_VARIABLE, "value": str(grace_s)})
@@ -263,10 +244,15 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
     has_bucket = any("csi" in volume for volume in volumes)
     # the user of the image is in this group; the driver of buckets takes it from the pod, too
     is_shared = has_bucket or any("persistentVolumeClaim" in volume for volume in volumes)
-    port = {"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}
+    suspend = None if spec.options.queue is None else True
     return {
         **_placement(spec),
-        "labels": _labels(spec),
+        "run_name": spec.name,
+        "name": job_name,
+        "namespace": spec.options.namespace,
+        "queue": spec.options.queue,
+        "suspend": suspend,
+        "job_suspend": suspend if is_job else None,
         "annotations": {"gke-gcsfuse/volumes": "true"} if has_bucket else None,
         "grace_s": spec.grace_s,
         "image": spec.image,
@@ -275,12 +261,10 @@ def _values(spec: LaunchSpec, *, is_job: bool) -> dict[str, Any]:
         "resources": resources,
         "volumes": volumes,
         "volume_mounts": [{"name": v["name"], "mountPath": path} for v, path in zip(volumes, paths, strict=True)],
-        "container_ports": [port] if several else None,
+        "container_ports": templates["rank_ports"] if several else None,
         "service_account": spec.options.service_account,
         "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if is_shared else None,
         "subdomain": job_name if several and is_job else None,
-        "selector": {LABEL: job_name},
-        "service_ports": [{"name": "rendezvous", "port": PORT}],
         "nodes": spec.max_nodes,
         # A failed pod of a JobSet fails its Job; else each preempted node makes the others fail, once.
         "backoff_limit": spec.restarts * spec.max_nodes if is_job else 0,
@@ -390,11 +374,11 @@ class Cluster:
             raise PreflightError(what, location=file or "~/.kube/config", cause=str(error), fix=fix) from error
         self._objects: Any = kubernetes.client.CustomObjectsApi()
         self._core: Any = kubernetes.client.CoreV1Api()
-        group, version, plural, _ = KINDS[kind]
+        group, version, plural = KINDS[kind]
         self._path = (group, version, self.namespace, plural)
 
     def has_kind(self, kind: str) -> bool:
-        get, (group, version, plural, _) = self._objects.get_api_resources, KINDS[kind]
+        get, (group, version, plural) = self._objects.get_api_resources, KINDS[kind]
         found = self._call("The cluster's kinds cannot be read.", get, group, version, missing_is_none=True)
         return found is not None and any(row.name == plural for row in found.resources)
 
