@@ -9,7 +9,7 @@ dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.p
 export_formats.toml: formats that are made from exported files (`export/write.py`).
 flags.toml: flags of other tools (`config/flag_names.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/machines.py`).
-launch.toml: states of jobs in the words of their places (`launching/spec.py`).
+launch.toml: states of jobs in the words of their places, flags of `stoker launch` (`launching/spec.py`).
 levers.toml: what `stoker tune` tries (`tuning/levers.py`).
 links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml: machines of clouds (`planning/machines.py`).

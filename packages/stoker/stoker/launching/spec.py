@@ -4,10 +4,11 @@ documents: templates whose optional fields are None. `stoker --help` imports it.
 import dataclasses
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,6 +16,7 @@ from stoker.knowledge import read_toml
 from stoker_watch.errors import UsageError, nearest
 from stoker_watch.hardware.tpu import TpuSlice
 
+Fields = TypeVar("Fields")
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """State of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
@@ -38,49 +40,38 @@ FAILING_EXIT_CODES = (2, 3, 4, 6)
 _MIG_SLICE = re.compile(r"\d+g\.\d+gb(?:\+me)?")
 
 
+def _described(kind: type[Fields]) -> type[Fields]:
+    """Adds to the docstring what the fields mean, as `stoker launch --help` shows it (`knowledge/launch.toml`)."""
+    texts = read_toml("launch.toml")["flags"]
+    section = [f"{name}\n    {texts[name]}" for name in kind.__annotations__]
+    kind.__doc__ = "\n".join([inspect.cleandoc(kind.__doc__ or ""), "", "Parameters", "----------", *section])
+    return kind
+
+
+@_described
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
     """What the user asks for: the flags of `stoker launch` that every place has."""
 
     run_dir: str | None = None
-    """Folder of the run, which every node must reach: in a bucket, or on a shared file system."""
     resume: str | None = None
-    """An unfinished run to continue with its own settings; DATA is not needed then."""
     devices: int | None = None
-    """GPUs of each node; with `--device cpu`, processes. Default: those of --machine-type, else 1."""
     gpu: str | None = None
-    """Type of GPU in the words of the place, or a MIG slice: 1g.10gb."""
     tpu: str | None = None
-    """TPU slice on one host of GKE, of which one chip trains: v6e-1. With `k8s` only."""
     nodes: str = "1"
-    """Number of machines; 2:8 takes as many as there are, at least 2."""
     cpus: int | None = None
-    """CPUs of each node; default: those of --machine-type, else 8 for each GPU."""
     memory: float | None = None
-    """GiB of each node; default: nine tenths of --machine-type's, else 4 for each CPU."""
     shm: float | None = None
-    """GiB of /dev/shm; default: 1 for each GPU, at most a quarter of the memory."""
     machine_type: str | None = None
-    """Machine of the cloud, as for `stoker plan`."""
     image: str | None = None
-    """Container image with stoker, where the place runs containers."""
     mount: tuple[str, ...] = ()
-    """Folder that all nodes see at the same path: PATH, or SOURCE:PATH for containers. Repeatable."""
     env: tuple[str, ...] = ()
-    """NAME=value for the training. Repeatable."""
     secret: tuple[str, ...] = ()
-    """NAME=SECRET/KEY: a variable from the place's store of secrets, which neither the job nor launch.json contains.
-    Repeatable."""
     name: str | None = None
-    """Name of the job; default: that of the run folder."""
     spot: bool = False
-    """On machines that may be preempted."""
     grace: str | None = None
-    """Time to save before a kill: 60s, 2min."""
     time_limit: str | None = None
-    """Time limit of the job: 30min, 6h, 2d. The training saves before it, and is requeued where the place can."""
     restarts: int = 3
-    """How often it is started again after a failure. After a preemption it always is."""
 
     def kept_fields(self) -> dict[str, Any]:
         """What was asked for, as launch.json keeps it: of `env` the names only, since the values may be secret."""
@@ -108,32 +99,22 @@ class Mount:
         return None if match is None else (match[1], match[2])
 
 
+@_described
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
     """What only some places have; `LaunchPlace.options` says which a place takes. None: the place's default."""
 
     partition: str | None = None
-    """Partition of Slurm; with --spot one that can be preempted."""
     account: str | None = None
-    """Account that Slurm charges."""
     namespace: str | None = None
-    """Namespace of Kubernetes."""
     queue: str | None = None
-    """LocalQueue of Kueue."""
     patch: str | None = None
-    """File (YAML) that is merged into the pods of Kubernetes: whatever has no flag."""
     region: str | None = None
-    """Region of the cloud."""
     project: str | None = None
-    """Project of the cloud."""
     service_account: str | None = None
-    """Service account that the job runs as."""
     boot_disk: str | None = None
-    """GB of each machine's disk in the cloud, for the image; default: the cloud's."""
     gpu_driver: str | None = None
-    """Version of NVIDIA's driver that Batch installs (550.90.07); default: the one that it chooses."""
     address: str | None = None
-    """Address of the cluster's API: of Ray http://HOST:8265."""
 
     def set_fields(self) -> dict[str, str]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
