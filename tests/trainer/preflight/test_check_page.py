@@ -1,6 +1,7 @@
 """The findings of `stoker check`: each is on a page of docs/, and its texts fit what the probes put into them."""
 
 import ast
+import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ def words(path: Path) -> set[str]:
 
 def placeholders(row: Row) -> set[str]:
     fields = [field for text in (row.title, row.evidence, row.fix) for _, field, _, _ in string.Formatter().parse(text)]
-    return {field.partition("[")[0] for field in fields if field}
+    return {re.split(r"[.[]", field)[0] for field in fields if field}
 
 
 def test_every_finding_is_on_a_page():

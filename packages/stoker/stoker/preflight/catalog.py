@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -37,11 +37,12 @@ def rows() -> dict[str, Row]:
     return msgspec.convert(read_toml("check_machine.toml") | read_toml("check_files.toml"), dict[str, Row])
 
 
-def describe(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
-    """The finding of a row. name: id, or id/variant; severity: where it is not the row's own."""
+def describe(name: str, place: str = "", /, **values: Any) -> Finding:
+    """The finding of a row. name: id, or id/variant; values: of the row's texts, and `severity`, where it is not the
+    row's own. Texts may name attributes of values: {package.text}."""
     row = rows()[name]
     title, evidence, fix = (text.format(**values) for text in (row.title, row.evidence, row.fix))
-    return make_finding(name.partition("/")[0], severity or row.severity, title, evidence, fix, place)
+    return make_finding(name.partition("/")[0], values.get("severity", row.severity), title, evidence, fix, place)
 
 
 def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: str = "", place: str = "") -> Finding:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -41,7 +40,7 @@ from stoker.preflight.gpu_rules import (
     xid_findings,
 )
 from stoker_watch.diagnosis.endings import line_patterns
-from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.environment import detect_container
 from stoker_watch.recording.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
 from stoker_watch.recording.telemetry.machine import TimeoutWorker, list_process_tree, read_kernel_lines
@@ -214,14 +213,8 @@ def silent_cpu(
         "gpu_not_usable/torch": fix_for(found.error) or "`nvidia-smi` says what the driver finds",
     }
     evidence = "; ".join(filter(None, (f"torch {found.torch} finds no GPU", *shown, more)))
-    texts: dict[str, Any] = {
-        "name": found.accelerator,
-        "visible": visible,
-        "container": container,
-        "old": old,
-        "promised": promised,
-    }
     place = "CUDA_VISIBLE_DEVICES" if id == "gpus_hidden" else ""
+    texts = {"name": found.accelerator, "visible": visible, "container": container, "old": old, "promised": promised}
     return describe(id, place, evidence=evidence, fix=fixes.get(id, ""), **texts)
 
 
@@ -245,8 +238,7 @@ def check_tensorflow(
     if num_gpus or not gpu_is_there:
         return [describe("tensorflow", version=version, gpus=fmt.plural(num_gpus, "GPU"), cuda=cuda)]
     id = "tensorflow_no_gpu/cuda" if with_cuda else "tensorflow_no_gpu/cpu"
-    severity: Severity = "blocker" if needed else "warning"
-    return [describe(id, severity=severity, version=version, cuda=cuda, cudnn=cudnn)]
+    return [describe(id, severity="blocker" if needed else "warning", version=version, cuda=cuda, cudnn=cudnn)]
 
 
 # The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.

@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 from packaging.version import Version
@@ -18,7 +17,7 @@ from stoker.hardware.cuda_trial import TorchFacts, build_with, kernel_driver, ru
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker_watch.diagnosis.causes.gpu import PCIE_DEGRADED, find_xid
-from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
 from stoker_watch.recording.telemetry.machine import ForeignProcess, KernelLine
 from stoker_watch.report import format as fmt
@@ -72,9 +71,9 @@ def version_findings(facts: GpuFacts) -> Iterator[Finding]:
         yield describe("driver/unknown")
     elif old and compat is None:
         errors = "; ".join(device.error for device in found.devices if device.error)
-        severity: Severity = "blocker" if errors else "warning"
-        texts: dict[str, Any] = {"version": version, "torch": found.torch, "errors": errors or "simple operations run"}
-        yield describe("driver_old", old=old, severity=severity, fix=driver_fix(found), **texts)
+        texts = {"version": version, "torch": found.torch, "errors": errors or "simple operations run"}
+        level = "blocker" if errors else "warning"
+        yield describe("driver_old", old=old, severity=level, fix=driver_fix(found), **texts)
     else:
         used = "" if compat is None else f", through the forward-compatibility package {compat}"
         yield describe("driver", version=version, cuda=found.cuda, used=used, torch=found.torch)
@@ -132,8 +131,8 @@ def _cudnn_tuple(version: int | None) -> tuple[int, ...] | None:
 def gpu_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Defects, modes and other users of each GPU."""
     if facts.driver is None:
-        severity: Severity = "blocker" if facts.trial.timed_out else "warning"
-        yield describe("driver_hangs", severity=severity, seconds=DRIVER_TIMEOUT_S)
+        level = "blocker" if facts.trial.timed_out else "warning"
+        yield describe("driver_hangs", severity=level, seconds=DRIVER_TIMEOUT_S)
     for gpu in facts.gpus:
         place = f"GPU {gpu.sample.index}"
         if gpu.lost:

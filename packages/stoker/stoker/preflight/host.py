@@ -11,12 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import THREAD_VARIABLES
 from stoker_watch.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
-from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry import machine
 from stoker_watch.report import format as fmt
@@ -174,10 +173,10 @@ def disk(host: Host) -> Iterator[Finding]:
     if machine.disk_usage(str(folder)) == (0, 0):
         return  # of the kernel, as /proc: `access.py` reports it
     free, need = machine.free_bytes(folder), CHECKPOINTS_KEPT * size
-    texts: dict[str, Any] = {"free": fmt.size(free), "size": fmt.size(size), "kept": CHECKPOINTS_KEPT}
+    texts = {"free": fmt.size(free), "size": fmt.size(size), "kept": CHECKPOINTS_KEPT}
     if free is not None and free < need:
-        severity: Severity = "blocker" if host.checkpoint_bytes is not None and free < size else "warning"
-        yield describe("disk/full", place, severity=severity, need=fmt.size(need), **texts)
+        level = "blocker" if host.checkpoint_bytes is not None and free < size else "warning"
+        yield describe("disk/full", place, severity=level, need=fmt.size(need), **texts)
     elif host.write_bytes:
         try:
             speed = measure_write_speed(folder, host.write_bytes)

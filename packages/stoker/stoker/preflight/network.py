@@ -29,7 +29,7 @@ from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe, run_program
 from stoker_watch.errors import StokerError
-from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.findings.finding import Finding
 
 JOIN_S = 15.0
 """Seconds for the other ranks to come: they are started by the same launcher, some seconds apart."""
@@ -207,9 +207,8 @@ def _check_nccl(
     if choice and not chosen:
         yield describe("rank_interface/none", "NCCL_SOCKET_IFNAME", **texts)
     elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
-        severity: Severity = "blocker" if chosen == ["lo"] else "warning"
-        wrong = (dead_ends or chosen)[0]
-        yield describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=severity, wrong=wrong, **texts)
+        level, wrong = "blocker" if chosen == ["lo"] else "warning", (dead_ends or chosen)[0]
+        yield describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=level, wrong=wrong, **texts)
 
 
 def nccl_interfaces(names: Sequence[str], choice: str) -> list[str]:

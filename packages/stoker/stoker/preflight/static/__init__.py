@@ -13,7 +13,7 @@ from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import Options, reason_of
 from stoker.preflight.static.script_rules import check_script
 from stoker.preflight.static.version_rules import check_image
-from stoker_watch.findings.finding import Finding, Severity, worst_first
+from stoker_watch.findings.finding import Finding, worst_first
 
 
 def check_sources(
@@ -29,9 +29,9 @@ def check_sources(
             read(path)
         except (OSError, ValueError) as error:
             # A file that was named and is not there stops a check in CI; one that is not understood does not.
-            severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
-            reason = reason_of(error)
-            found.append(describe("source_unreadable", str(path), severity=severity, name=path.name, reason=reason))
+            level = "blocker" if isinstance(error, OSError) else "unknown"
+            texts = {"name": path.name, "reason": reason_of(error)}
+            found.append(describe("source_unreadable", str(path), severity=level, **texts))
 
     images: list[Image] = []
     if dockerfile is not None:

@@ -5,8 +5,8 @@ the tables makes it silent, or the finding `unknown`. The texts are in `knowledg
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Cuda, Image
@@ -24,7 +24,7 @@ from stoker.preflight.static.tables import (
     driver_for,
     library_family,
 )
-from stoker_watch.findings.finding import Finding, Severity
+from stoker_watch.findings.finding import Finding
 
 _HIDING = {"CUDA_VISIBLE_DEVICES": ("", "-1", "none"), "NVIDIA_VISIBLE_DEVICES": ("", "void", "none")}
 """Variable → its values that hide all GPUs."""
@@ -38,6 +38,10 @@ class _Framework(NamedTuple):
     number: Minor
     table: Mapping[Minor, TensorFlowBuild | TorchBuild]
 
+    @property
+    def build(self) -> TensorFlowBuild | TorchBuild | None:
+        return self.table.get(self.number)
+
 
 def check_image(image: Image) -> list[Finding]:
     """All findings of an image, or of requirements without one; with the driver of its machine, where that is known."""
@@ -45,19 +49,15 @@ def check_image(image: Image) -> list[Finding]:
 
 
 def _tensorflow(image: Image) -> _Framework | None:
-    return _known(image, "TensorFlow", PACKAGES.tensorflow, TENSORFLOW)
+    package = image.get(*PACKAGES.tensorflow)
+    number = package.newest(TENSORFLOW) if package else None
+    return _Framework("TensorFlow", package, number, TENSORFLOW) if package and number else None
 
 
 def _torch(image: Image) -> _Framework | None:
-    return _known(image, "torch", ["torch"], TORCH)
-
-
-def _known(
-    image: Image, name: str, names: Sequence[str], table: Mapping[Minor, TensorFlowBuild | TorchBuild]
-) -> _Framework | None:
-    package = image.get(*names)
-    number = package.newest(table) if package else None
-    return _Framework(name, package, number, table) if package and number else None
+    package = image.get("torch")
+    number = package.newest(TORCH) if package else None
+    return _Framework("torch", package, number, TORCH) if package and number else None
 
 
 def _torch_cuda(torch: _Framework) -> Minor | None:
@@ -73,8 +73,7 @@ def _cpu_only(image: Image) -> Iterator[Finding]:
     if image.cpu_only and (tensorflow is None or tensorflow.source == "image") and not gpu_package:
         yield describe("cpu_only_build/image", image.place, image=image.base)
     elif torch and (torch.local == "cpu" or torch.build.startswith("cpu") or "pytorch-cpu" in torch.text):
-        wanted = torch.text.replace("+cpu", "")
-        yield describe("cpu_only_build/torch", torch.place, text=torch.text, wanted=wanted)
+        yield describe("cpu_only_build/torch", torch.place, text=torch.text, wanted=torch.text.replace("+cpu", ""))
     elif cpuonly:
         yield describe("cpu_only_build/cpuonly", cpuonly.place)
     elif torch and torch.options.index == "cpu" and not torch.local.startswith("cu"):
@@ -103,8 +102,8 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
     elif is_asked:
         broken = TABLES.tensorflow_without_own_cuda
         if package.version == broken and not image.sets_library_path:
-            severity: Severity = "blocker" if image.base else "warning"
-            yield describe("bundled_cuda_not_found", place, severity=severity, version=broken)
+            level = "blocker" if image.base else "warning"
+            yield describe("bundled_cuda_not_found", place, severity=level, version=broken)
         return
     torch = image.get("torch")
     by_torch = torch is not None and "cpu" not in (torch.local, torch.options.index)  # its CUDA may be found
@@ -137,7 +136,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
     fix = f"FROM {_gpu_image(package, number)} (CUDA {cuda}, cuDNN {cudnn})"
     if number >= SINCE["tensorflow_and_cuda"] and package.source != "image":
         fix = f'pip install "tensorflow[and-cuda]=={package.version or f"{number}.*"}", which brings its own CUDA'
-    values: dict[str, Any] = {"number": number, "cuda": cuda, "cudnn": cudnn}
+    values = {"number": number, "cuda": cuda, "cudnn": cudnn}
     for found in wrong:
         is_extra = not found.is_base and any(other.version == cuda for other in image.cudas)
         remove = f"remove {found.text}; if nvcc is needed: apt-get install cuda-nvcc-{cuda[0]}-{cuda[1]}"
@@ -179,10 +178,9 @@ def _replaced(image: Image) -> Iterator[Finding]:
             yield describe("framework_replaced/package", later.place, later=later.text, has=has, base=image.base)
         models = image.get("tf-models-official") if name == "tensorflow" else None
         if models and models.minor != base.minor and not models.options.no_deps:
-            severity: Severity = "blocker" if base.minor and not models.specifier else "warning"
-            texts: dict[str, Any] = {"has": has, "text": models.text, "base": image.base}
-            version = f"{base.minor or 'X.Y'}.0"
-            yield describe("framework_replaced/models", models.place, severity=severity, version=version, **texts)
+            texts = {"has": has, "text": models.text, "base": image.base, "version": f"{base.minor or 'X.Y'}.0"}
+            level = "blocker" if base.minor and not models.specifier else "warning"
+            yield describe("framework_replaced/models", models.place, severity=level, **texts)
 
 
 def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
@@ -195,23 +193,20 @@ def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
 
 def _python(image: Image) -> Iterator[Finding]:
     for found in filter(None, (_tensorflow(image), _torch(image))):
-        package, number = found.package, found.number
-        if image.python is None or number not in found.table or package.source != "pip" or ".whl" in package.text:
+        package, build = found.package, found.build
+        if image.python is None or build is None or package.source != "pip" or ".whl" in package.text:
             continue
-        oldest, newest = found.table[number].python
-        if not oldest <= image.python <= newest:
-            values: dict[str, Any] = {"number": number, "python": image.python, "oldest": oldest, "newest": newest}
-            yield describe("python_unsupported", package.place, name=found.name, **values)
+        if not build.python[0] <= image.python <= build.python[1]:
+            yield describe("python_unsupported", package.place, found=found, python=image.python)
 
 
 def _torchvision(image: Image) -> Iterator[Finding]:
     torch, vision = image.get("torch"), image.get("torchvision")
     if torch is None or vision is None or torch.minor not in TORCH or vision.minor is None:
         return
-    wanted, found = TORCH[torch.minor].torchvision, vision.minor
-    if found != wanted and min(found, wanted) < SINCE["torchvision_free"]:
-        values: dict[str, Any] = {"number": torch.minor, "wanted": wanted, "found": found, "text": vision.text}
-        yield describe("torchvision_mismatch", vision.place, **values)
+    wanted = TORCH[torch.minor].torchvision
+    if vision.minor != wanted and min(vision.minor, wanted) < SINCE["torchvision_free"]:
+        yield describe("torchvision_mismatch", vision.place, torch=torch, vision=vision, wanted=wanted)
 
 
 def _wheel_index(image: Image) -> Iterator[Finding]:
@@ -221,8 +216,7 @@ def _wheel_index(image: Image) -> Iterator[Finding]:
     tags = sorted(TORCH[torch.minor].cuda_tags, key=lambda tag: (len(tag), tag))
     tag = torch.local or (torch.options.index if torch.options.index_alone else "")
     if tag.startswith("cu") and tag not in tags:
-        values: dict[str, Any] = {"number": torch.minor, "tag": tag, "tags": ", ".join(tags), "newest": tags[-1]}
-        yield describe("wheel_missing", torch.place, **values)
+        yield describe("wheel_missing", torch.place, torch=torch, tag=tag, tags=", ".join(tags), newest=tags[-1])
 
 
 def _numpy(image: Image) -> Iterator[Finding]:
@@ -240,11 +234,10 @@ def _numpy(image: Image) -> Iterator[Finding]:
         old.append((torch, is_needed, 'tensor.numpy() raises "Numpy is not available"'))
     for found, may_come, effect in old:
         package, python = found.package, image.python
-        texts: dict[str, Any] = {"name": found.name, "number": found.number, "effect": effect}
         if asked and numpy and package.source != "conda":
-            yield describe("numpy_too_new/asked", numpy.place, **texts, text=numpy.text)
+            yield describe("numpy_too_new/asked", numpy.place, found=found, effect=effect, text=numpy.text)
         elif may_come and package.source == "pip" and python is not None and python >= (3, 9):
-            yield describe("numpy_too_new/open", package.place, **texts)
+            yield describe("numpy_too_new/open", package.place, found=found, effect=effect)
 
 
 def _protobuf(image: Image) -> Iterator[Finding]:
@@ -267,12 +260,11 @@ def _keras(image: Image) -> Iterator[Finding]:
     found, keras = _tensorflow(image), image.get("keras")
     if found is None or keras is None or keras.minor is None or found.number < (2, 6):
         return
-    since, text = SINCE["tensorflow_keras_3"], f"{keras.text} with {found.package.text}"
-    values: dict[str, Any] = {"number": found.number, "keras": keras.minor, "text": text, "since": since}
+    since = SINCE["tensorflow_keras_3"]
     if found.number < since and keras.minor != found.number and keras.minor >= (2, 6):
-        yield describe("keras_mismatch/own", keras.place, **values)
+        yield describe("keras_mismatch/own", keras.place, found=found, keras=keras, since=since)
     elif found.number >= since and keras.minor < (3, 0):
-        yield describe("keras_mismatch/three", keras.place, **values)
+        yield describe("keras_mismatch/three", keras.place, found=found, keras=keras)
 
 
 def _extensions(image: Image) -> Iterator[Finding]:
@@ -335,8 +327,7 @@ def _drivers(image: Image) -> Iterator[Finding]:
 def _newer_than_tables(image: Image) -> Iterator[Finding]:
     for found in filter(None, (_tensorflow(image), _torch(image))):
         if found.number > (newest := max(found.table)):
-            values: dict[str, Any] = {"number": found.number, "as_of": TABLES.as_of, "newest": newest}
-            yield describe("version_unknown", found.package.place, name=found.name, **values)
+            yield describe("version_unknown", found.package.place, found=found, as_of=TABLES.as_of, newest=newest)
 
 
 def _driver_minimum(image: Image) -> Iterator[Finding]:
@@ -348,12 +339,11 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
         cuda, place = _torch_cuda(torch), torch.package.place
     driver = driver_for(cuda) if cuda else None
     if cuda and driver and not any(_cpu_only(image)):
-        version = cuda[0] if cuda[0] >= 11 else cuda
         id = "driver_minimum"
         if image.driver is not None:
-            numbers = [[int(part) for part in text.split(".")] for text in (image.driver, driver)]
-            id += "/too_old" if numbers[0] < numbers[1][: len(numbers[0])] else "/met"
-        yield describe(id, place, driver=driver, cuda=version, have=image.driver)
+            have, needed = ([int(part) for part in text.split(".")] for text in (image.driver, driver))
+            id += "/too_old" if have < needed[: len(have)] else "/met"
+        yield describe(id, place, driver=driver, cuda=cuda[0] if cuda[0] >= 11 else cuda, have=image.driver)
 
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
