@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stoker.preflight.catalog import Row, rows
-from stoker.preflight.static.tables import SCRIPTS
+from stoker.preflight.static.tables import NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 STOKER = ROOT / "packages/stoker/stoker"
@@ -51,7 +51,7 @@ def test_what_a_probe_tells_is_what_the_row_asks_for():
 
 
 def test_every_row_is_used():
-    used = set.union(*map(words, SOURCES)) | {row.id for row in SCRIPTS.switches}
+    used = set.union(*map(words, SOURCES)) | {row.id for row in NAMES.switches}
     dynamic = (
         "/refused",
         "/unknown",

@@ -21,7 +21,17 @@ from typing import NamedTuple
 from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
 from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
-from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, KnownImage, Minor, cuda_of_tag, minor
+from stoker.preflight.static.tables import (
+    LISTS,
+    NAMES,
+    PATTERNS,
+    TENSORFLOW,
+    UBUNTU,
+    KnownImage,
+    Minor,
+    cuda_of_tag,
+    minor,
+)
 from stoker_watch.findings.finding import Finding
 
 MAX_BYTES = 1 << 18
@@ -318,7 +328,7 @@ class Image:
         """A package, and the CUDA or cuDNN that it is."""
         self.packages.append(package)
         name, number = package.name, package.minor
-        if match := re.fullmatch(PACKAGES.pip_cuda, name):
+        if match := re.fullmatch(PATTERNS["pip_cuda"], name):
             cuda = Cuda(number or minor(match[1]), package.place, package.text, exact=number is not None)
             self.cudas.append(cuda)
             self.without_cuda = False
@@ -326,7 +336,7 @@ class Image:
             self.without_cuda = False
             if number is not None and name != "pytorch-cuda":
                 self.cudas.append(Cuda(number, package.place, package.text))
-        elif (package.source == "conda" and name == "cudnn") or re.fullmatch(PACKAGES.pip_cudnn, name):
+        elif (package.source == "conda" and name == "cudnn") or re.fullmatch(PATTERNS["pip_cudnn"], name):
             self.without_cuda = self.without_cudnn = False
             if number is not None:
                 self.cudnns.append(Cuda(number, package.place, package.text))
@@ -365,7 +375,7 @@ def read_image(path: Path, *, given: Path | None = None) -> Image:
     return _Reader(path, stages, given).read()
 
 
-def _arguments(words: Sequence[Word], with_value: frozenset[str]) -> Iterator[tuple[str, Word]]:
+def _arguments(words: Sequence[Word], with_value: Sequence[str]) -> Iterator[tuple[str, Word]]:
     """(option, value) of each option of a command, ("", argument) of the others. with_value: those that take a word."""
     rest = iter(words)
     for word in rest:
@@ -395,7 +405,9 @@ class _Reader:
         _read_base(image)
         for origin, sources, _ in self.stage.copies:
             other = next((stage for stage in self.stages if stage is not self.stage and stage.name == origin), None)
-            if other is None or not any(re.search(IMAGES.carried, source.rstrip("/") or "/") for source in sources):
+            if other is None or not any(
+                re.search(PATTERNS["carried"], source.rstrip("/") or "/") for source in sources
+            ):
                 continue
             carried = _Reader(self.path, [*self.stages[: self.stages.index(other)], other], self.given).read()
             image.packages += carried.packages
@@ -426,7 +438,7 @@ class _Reader:
         texts = [word.text for word in words]
         program = PurePosixPath(texts[0]).name
         for word in words if program in ("sh", "bash") else words[:1]:
-            if match := re.search(PACKAGES.runfile, word.text):
+            if match := re.search(PATTERNS["runfile"], word.text):
                 self.add_cuda(minor(match[1]), word, match[0])
         self.stub(texts, words[-1])
         if re.fullmatch(r"python[\d.]*|pypy\d*", program) and texts[1:3] in (["-m", "pip"], ["-m", "uv"]):
@@ -455,14 +467,14 @@ class _Reader:
         ubuntu = UBUNTU.get(image.ubuntu)
         for word in itertools.dropwhile(lambda word: word.text != "install", words):
             text = word.text
-            if match := re.fullmatch(PACKAGES.apt_cuda, text):
+            if match := re.fullmatch(PATTERNS["apt_cuda"], text):
                 self.add_cuda(minor(match[1]), word, text)
             elif text == "nvidia-cuda-toolkit" and ubuntu and ubuntu.cuda_toolkit:
                 self.add_cuda(ubuntu.cuda_toolkit, word, text)
-            elif match := re.fullmatch(PACKAGES.apt_cudnn, text):
+            elif match := re.fullmatch(PATTERNS["apt_cudnn"], text):
                 image.cudnns.append(Cuda(minor(match[2] or match[1]), self.place(word), text, exact=bool(match[2])))
-            image.has_gl = image.has_gl or re.search(PACKAGES.apt_gl, text) is not None
-            if re.fullmatch(PACKAGES.driver, text.partition("=")[0]):
+            image.has_gl = image.has_gl or re.search(PATTERNS["apt_gl"], text) is not None
+            if re.fullmatch(PATTERNS["driver"], text.partition("=")[0]):
                 image.drivers.append((text, self.place(word)))
             if match := re.fullmatch(r"python(3\.\d+)(?:-\w+)?", text):
                 image.python = minor(match[1])
@@ -478,7 +490,7 @@ class _Reader:
             self.channels.update(texts[3:])
         if not any(word.text in _CONDA_VERBS for word in words):
             return
-        arguments = list(_arguments(words, PACKAGES.conda_values))
+        arguments = list(_arguments(words, LISTS["conda_values"]))
         channels = self.channels | {value.text for option, value in arguments if option in ("-c", "--channel")}
         for option, word in arguments:
             if option in ("-f", "--file") and word.text:
@@ -506,7 +518,7 @@ class _Reader:
         for word in files:
             self.requirements_file(word, options)
         for word in names:
-            if re.search(PACKAGES.extension, word.text.lower()) and ".whl" not in word.text:
+            if re.search(PATTERNS["extension"], word.text.lower()) and ".whl" not in word.text:
                 self.image.extensions.append((word.text, self.place(word)))
             if package := read_package(word.text, place=self.place(word), options=options):
                 self.image.add(package)
@@ -517,7 +529,7 @@ class _Reader:
     def pip_arguments(self, words: Sequence[Word]) -> tuple[Options, list[Word], list[Word]]:
         """(options, files of requirements, requirements) of `pip install`."""
         options, files, names = Options(), [], []
-        for option, word in _arguments(words, PACKAGES.pip_values):
+        for option, word in _arguments(words, LISTS["pip_values"]):
             index = requirements.wheel_index(word.text) if option in _INDEX_OPTIONS else ""
             if option == "--torch-backend" and word.text != "auto":
                 index = word.text
@@ -568,12 +580,12 @@ class _Reader:
 def _read_base(image: Image) -> None:
     """What is known of the base image by its name."""
     name = image.base.partition("@")[0]
-    image.without_cuda = bool(re.match(IMAGES.without_cuda, name))
+    image.without_cuda = bool(re.match(PATTERNS["without_cuda"], name))
     if match := _UBUNTU_TAG.search(name):
         image.ubuntu = next((release for release, row in UBUNTU.items() if row.name == match[1]), match[1])
     if match := re.search(r"(?:^|/|uv:)python:?(3\.\d+)", name):
         image.python = minor(match[1])
-    for row in IMAGES.known:
+    for row in NAMES.images:
         if match := re.search(row.pattern, name):
             _read_known(image, name, row, match.groupdict())
             return

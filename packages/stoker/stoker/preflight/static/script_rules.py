@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.requirements import read_text
-from stoker.preflight.static.tables import SCRIPTS, THREAD_VARIABLES
+from stoker.preflight.static.tables import LISTS, NAMES, PATTERNS, THREAD_VARIABLES
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.cgroup import host_cores
 
@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
-_HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
+_HEAVY = f"{PATTERNS['one_image']}|{PATTERNS['heavy']}"
 _TENSORFLOW = frozenset(("tensorflow", "keras", "tensorflow_datasets"))
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
 _Loop = ast.For | ast.AsyncFor | ast.While
@@ -125,7 +125,7 @@ class Source:
     @property
     def is_self_contained(self) -> bool:
         """Whether it imports only known libraries: no code of its own project, none that may take over the training."""
-        return self.modules <= sys.stdlib_module_names | SCRIPTS.known_modules
+        return self.modules <= sys.stdlib_module_names | {*LISTS["known_modules"]}
 
     def dotted(self, node: ast.AST) -> str:
         """`tensorflow.io.decode_jpeg` of `tf.io.decode_jpeg`; empty for what is no name with attributes."""
@@ -266,7 +266,7 @@ def _switches(source: Source) -> Iterator[Finding]:
             statements.append((node, target, f"{target} = {_text(node.value)}"))
     times = Counter(target for _, target, _ in statements)
     for node, target, text in statements:
-        for row in SCRIPTS.switches:
+        for row in NAMES.switches:
             is_meant = source.runs_always(node) and (not target or times[target] == 1)  # else it may be undone
             if re.match(row.pattern, text) and not source.modules & row.unless and is_meant:
                 yield describe(row.id, source.place(node), text=text)
@@ -292,10 +292,10 @@ def _pipelines(source: Source) -> Iterator[list[PipelineStep]]:
     """Each longest chain of dataset methods, with the chains of the variables that it begins with."""
     seen: set[ast.AST | None] = set()
     for call in sorted(source.calls, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0), reverse=True):
-        if isinstance(call.func, ast.Attribute) and call.func.attr in SCRIPTS.methods and call not in seen:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in LISTS["methods"] and call not in seen:
             root, steps = _pipeline(source, call)
             seen.update(step.call for step in steps)
-            if root or any(step.method in SCRIPTS.only_dataset or _is_parallel(step.call) for step in steps):
+            if root or any(step.method in LISTS["only_dataset"] or _is_parallel(step.call) for step in steps):
                 yield steps
 
 
@@ -309,9 +309,9 @@ def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[PipelineSt
     node, seen, root = end, set[ast.AST](), ""
     while node is not None and node not in seen and len(steps) < MAX_STEPS and not root:
         seen.add(node)
-        if re.fullmatch(SCRIPTS.dataset, name := source.called(node)):
+        if re.fullmatch(PATTERNS["dataset"], name := source.called(node)):
             root = name
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCRIPTS.methods:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LISTS["methods"]:
             steps.append(PipelineStep(node.func.attr, node, source.conditions(node)))
             node = node.func.value
         elif isinstance(node, ast.Subscript):
@@ -319,7 +319,7 @@ def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[PipelineSt
         else:
             node = _definition(source, node) if isinstance(node, ast.Name) else None
     is_batched = isinstance(node, ast.Call) and not is_constant(keyword(node, "batch_size"), None)
-    if is_batched and re.fullmatch(SCRIPTS.batched_dataset, root):
+    if is_batched and re.fullmatch(PATTERNS["batched_dataset"], root):
         steps += [PipelineStep("batch", None, {}), PipelineStep("shuffle", None, {})]
     return root, steps[::-1]
 
@@ -361,7 +361,7 @@ def _check_pipeline(source: Source, steps: list[PipelineStep]) -> Iterator[Findi
     is_shuffled = False
     for step in steps:
         place = source.place(step.call) if step.call else ""
-        if step.method in SCRIPTS.batches:
+        if step.method in LISTS["batches"]:
             batched = step
         elif step.method == "unbatch":
             batched = None
@@ -380,14 +380,14 @@ def _check_pipeline(source: Source, steps: list[PipelineStep]) -> Iterator[Findi
             yield describe("cache_freezes_randomness", place, what=random[1])
         elif step.method == "map" and step.call is not None:
             yield from _check_map(source, step, step.call, batched, place)
-            if name := _work(source, step, SCRIPTS.random):
+            if name := _work(source, step, PATTERNS["random"]):
                 random = (step, name)
 
 
 def _check_map(
     source: Source, step: PipelineStep, call: ast.Call, batched: PipelineStep | None, place: str
 ) -> Iterator[Finding]:
-    if python := _work(source, step, SCRIPTS.python):
+    if python := _work(source, step, PATTERNS["python"]):
         yield describe("python_in_pipeline", place, name=python)
     heavy = _work(source, step, _HEAVY)
     starred = any(value.arg is None for value in call.keywords)
@@ -395,9 +395,9 @@ def _check_map(
         yield describe("map_on_one_thread", place, name=heavy)
     if batched is None or batched.conditions:
         return
-    if single := _work(source, step, SCRIPTS.one_image):
+    if single := _work(source, step, PATTERNS["one_image"]):
         yield describe("per_image_work_after_batch", place, name=single)
-    if draw := _work(source, step, SCRIPTS.one_draw):
+    if draw := _work(source, step, PATTERNS["one_draw"]):
         yield describe("one_draw_per_batch", place, name=draw)
 
 
@@ -408,7 +408,7 @@ def _no_prefetch(source: Source) -> Iterator[Finding]:
     for call in source.methods("fit"):
         root, steps = _pipeline(source, argument(call, 0, "x"))
         maps = any(_work(source, step, _HEAVY) for step in steps)
-        if maps and root and any(step.method in SCRIPTS.batches for step in steps):
+        if maps and root and any(step.method in LISTS["batches"] for step in steps):
             last = next((step.call for step in reversed(steps) if step.call), call)
             yield describe("no_prefetch", source.place(last))
 
@@ -434,7 +434,7 @@ def _replicas(source: Source) -> Iterator[Finding]:
 def _on_cpu(source: Source) -> Iterator[Finding]:
     """A training that is seen whole and never names a device, or names the CPU only."""
     backwards = source.methods("backward")
-    if not backwards or not source.is_self_contained or source.names & SCRIPTS.managed:
+    if not backwards or not source.is_self_contained or source.names & {*LISTS["managed"]}:
         return
     if any("cuda" in text.lower() or text in ("mps", "xpu", "auto") for text in (*source.strings, *source.names)):
         return
@@ -582,7 +582,7 @@ def _parallel(source: Source) -> Iterator[Finding]:
     texts = " ".join((*source.names, *source.aliases.values())).lower()
     loader, sampler = names.get("DataLoader"), names.get("DistributedSampler")
     is_seen = loader is not None and all(value.arg is not None for value in loader.keywords)
-    if loader and is_seen and not any(word in texts for word in SCRIPTS.divided):
+    if loader and is_seen and not any(word in texts for word in LISTS["divided"]):
         yield describe("sampler_missing", source.place(loader))
     shuffles = sampler is not None and not is_constant(keyword(sampler, "shuffle"), False)
     if sampler and shuffles and "set_epoch" not in source.names and source.methods("backward"):

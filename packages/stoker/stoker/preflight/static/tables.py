@@ -87,31 +87,6 @@ class KnownImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Pattern of tags that are another image next month."""
 
 
-class _ContainerImageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    without_cuda: str
-    carried: str
-    known: list[KnownImage]
-
-
-class _PackageNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    apt_cuda: str
-    apt_cudnn: str
-    runfile: str
-    pip_cuda: str
-    pip_cudnn: str
-    driver: str
-    extension: str
-    pip_values: frozenset[str]
-    conda_values: frozenset[str]
-    tensorflow: list[str]
-    tensorflow_cpu: list[str]
-    opencv: list[str]
-    opencv_gui: list[str]
-    without_gl: str
-    apt_gl: str
-    needs_numpy: list[str]
-
-
 class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call or an assignment, as text."""
 
@@ -121,27 +96,17 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Modules of another framework, which keeps the GPU."""
 
 
-class _ScriptNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    known_modules: frozenset[str]
-    managed: frozenset[str]
-    divided: list[str]
-    dataset: str
-    batched_dataset: str
-    methods: frozenset[str]
-    only_dataset: frozenset[str]
-    batches: frozenset[str]
-    one_image: str
-    heavy: str
-    random: str
-    one_draw: str
-    python: str
+class _Names(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`source_names.toml`, which says what each pattern and each list is."""
+
+    patterns: dict[str, str]
+    names: dict[str, list[str]]
+    images: list[KnownImage]
     switches: list[Switch]
 
 
-_NAMES = read_toml("source_names.toml")
-IMAGES = msgspec.convert(_NAMES["images"], _ContainerImageNames)
-PACKAGES = msgspec.convert(_NAMES["packages"], _PackageNames)
-SCRIPTS = msgspec.convert(_NAMES["scripts"], _ScriptNames)
+NAMES = msgspec.convert(read_toml("source_names.toml"), _Names)
+PATTERNS, LISTS = NAMES.patterns, NAMES.names
 
 
 def driver_for(cuda: Minor) -> str | None:

@@ -12,7 +12,8 @@ from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.tables import (
-    PACKAGES,
+    LISTS,
+    PATTERNS,
     SINCE,
     TABLES,
     TENSORFLOW,
@@ -49,7 +50,7 @@ def check_image(image: Image) -> list[Finding]:
 
 
 def _tensorflow(image: Image) -> _Framework | None:
-    package = image.get(*PACKAGES.tensorflow)
+    package = image.get(*LISTS["tensorflow"])
     number = package.newest(TENSORFLOW) if package else None
     return _Framework("TensorFlow", package, number, TENSORFLOW) if package and number else None
 
@@ -69,7 +70,7 @@ def _torch_cuda(torch: _Framework) -> Minor | None:
 
 def _cpu_only(image: Image) -> Iterator[Finding]:
     torch, cpuonly, tensorflow = image.get("torch"), image.get("cpuonly"), image.get("tensorflow")
-    named, gpu_package = image.get(*PACKAGES.tensorflow_cpu), image.get("tensorflow-gpu")
+    named, gpu_package = image.get(*LISTS["tensorflow_cpu"]), image.get("tensorflow-gpu")
     if image.cpu_only and (tensorflow is None or tensorflow.source == "image") and not gpu_package:
         yield describe("cpu_only_build/image", image.place, image=image.base)
     elif torch and (torch.local == "cpu" or torch.build.startswith("cpu") or "pytorch-cpu" in torch.text):
@@ -92,7 +93,7 @@ def _is_old_cpu_build(tensorflow: Package) -> bool:
 
 
 def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
-    package = image.get(*PACKAGES.tensorflow)
+    package = image.get(*LISTS["tensorflow"])
     if package is None or package.source == "conda" or any(_tensorflow_gpu(image)):
         return
     text, place, number = package.text, package.place, package.newest(TENSORFLOW)
@@ -168,7 +169,7 @@ def _too_old_cudnn(image: Image, wanted: Minor) -> Cuda | None:
 
 def _replaced(image: Image) -> Iterator[Finding]:
     """pip would take the framework out of the image that was chosen for it."""
-    for name, names in (("tensorflow", PACKAGES.tensorflow), ("torch", ["torch"])):
+    for name, names in (("tensorflow", LISTS["tensorflow"]), ("torch", ["torch"])):
         base = next((package for package in image.packages if package.name == name and package.source == "image"), None)
         if base is None or image.cpu_only:
             continue
@@ -230,7 +231,7 @@ def _numpy(image: Image) -> Iterator[Finding]:
         first, last = TABLES.tensorflow_numpy_open
         old.append((tensorflow, numpy is not None and first <= tensorflow.number <= last, "import fails"))
     if torch and torch.number < SINCE["torch_numpy_2"]:
-        is_needed = image.get("numpy", *PACKAGES.needs_numpy) is not None
+        is_needed = image.get("numpy", *LISTS["needs_numpy"]) is not None
         old.append((torch, is_needed, 'tensor.numpy() raises "Numpy is not available"'))
     for found, may_come, effect in old:
         package, python = found.package, image.python
@@ -286,13 +287,13 @@ def _conda(image: Image) -> Iterator[Finding]:
 
 
 def _opencv(image: Image) -> Iterator[Finding]:
-    found = [package for name in PACKAGES.opencv if (package := image.get(name))]
+    found = [package for name in LISTS["opencv"] if (package := image.get(name))]
     if len(found) > 1:
         names = " and ".join(sorted(package.name for package in found))
         yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
-    gui = image.get(*PACKAGES.opencv_gui)
+    gui = image.get(*LISTS["opencv_gui"])
     is_headless = any("headless" in package.name for package in found)
-    lacks_gl = not (is_headless or image.has_gl) and re.search(PACKAGES.without_gl, image.base)
+    lacks_gl = not (is_headless or image.has_gl) and re.search(PATTERNS["without_gl"], image.base)
     if gui and gui.source != "conda" and lacks_gl:
         yield describe("opencv_without_gl", gui.place, name=gui.name, base=image.base)
 
