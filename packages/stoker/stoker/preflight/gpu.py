@@ -16,29 +16,11 @@ from pathlib import Path
 import msgspec
 
 from stoker.hardware import cuda_trial
-from stoker.hardware.cuda_trial import (
-    STAGE,
-    WSL_LIBRARY,
-    CudaGpu,
-    TorchFacts,
-    device_files,
-    gpu_evidence,
-    kernel_driver,
-    pci_gpus,
-    promised_by,
-)
+from stoker.hardware.cuda_trial import STAGE, TorchFacts, gpu_evidence
 from stoker.hardware.device import Device
+from stoker.preflight import gpu_rules
 from stoker.preflight.catalog import describe, run_program
-from stoker.preflight.gpu_rules import (
-    DRIVER_TIMEOUT_S,
-    GpuFacts,
-    TrialResult,
-    driver_fix,
-    driver_is_too_old,
-    gpu_findings,
-    version_findings,
-    xid_findings,
-)
+from stoker.preflight.gpu_rules import GpuFacts, TrialResult
 from stoker_watch.diagnosis.endings import line_patterns
 from stoker_watch.findings.finding import Finding
 from stoker_watch.recording.telemetry.environment import detect_container
@@ -88,7 +70,7 @@ def check_gpu(
     driver, trial = _observe(command, limit_s, TimeoutWorker(lambda: read_state(env), name="driver"))
     lines = None if driver is None or not driver.num_gpus else read_kernel_lines(log=kernel_log)
     facts = GpuFacts(device=device, env=env, root=root, driver=driver, trial=trial, kernel_lines=lines)
-    rules = (device_findings, version_findings, gpu_findings, xid_findings)
+    rules = (device_findings, gpu_rules.version_findings, gpu_rules.gpu_findings, gpu_rules.xid_findings)
     return [finding for rule in rules for finding in rule(facts)]
 
 
@@ -96,7 +78,7 @@ def _observe(
     command: Sequence[str], timeout_s: float, worker: TimeoutWorker[DriverState]
 ) -> tuple[DriverState | None, TrialResult]:
     """The driver before the trial, with clocks and links as they were while the GPU was busiest, and the trial."""
-    state = worker.call(DRIVER_TIMEOUT_S)
+    state = worker.call(gpu_rules.DRIVER_TIMEOUT_S)
     busiest = state
 
     def watch(_errors: str) -> bool:
@@ -171,7 +153,7 @@ def device_findings(facts: GpuFacts) -> Iterator[Finding]:
         yield finding
 
 
-def _used_device(device: CudaGpu) -> Finding:
+def _used_device(device: cuda_trial.CudaGpu) -> Finding:
     place = f"cuda:{device.index}"
     if device.wrong:
         return describe("gpu_wrong_results", place, name=device.name, error=device.error)
@@ -187,8 +169,9 @@ def silent_cpu(
 ) -> Finding:
     """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
     shown, visible = gpu_evidence(env, root), env.get("CUDA_VISIBLE_DEVICES")
-    files, module, container = device_files(root), kernel_driver(root), detect_container(env, root)
-    old, promised = driver_is_too_old(found, (driver.version if driver else None) or module), promised_by(env)
+    files, module = cuda_trial.device_files(root), cuda_trial.kernel_driver(root)
+    container, promised = detect_container(env, root), cuda_trial.promised_by(env)
+    old = gpu_rules.driver_is_too_old(found, (driver.version if driver else None) or module)
     reason = found.error or (driver.reason if driver else None)
     seen = f"the driver has {fmt.plural(driver.num_gpus or 0, 'GPU')}" if driver else ""
     hides_all = visible is not None and driver is not None and driver.num_gpus and not driver.gpus
@@ -199,8 +182,8 @@ def silent_cpu(
         (hides_all, "gpus_hidden", seen),
         (visible is not None and visible.strip() in ("", "-1"), "gpus_hidden", ""),
         (driver is not None and driver.error == VERSION_MISMATCH, "driver_mismatch", driver.reason if driver else ""),
-        (container is not None and not files and not (root / WSL_LIBRARY).exists(), "container_without_gpu", ""),
-        (module is None and pci_gpus(root), "driver_missing", ""),
+        (container and not files and not (root / cuda_trial.WSL_LIBRARY).exists(), "container_without_gpu", ""),
+        (module is None and cuda_trial.pci_gpus(root), "driver_missing", ""),
         (old, "driver_old/cpu", found.error),
         (module is None and not files and promised, "gpu_not_usable/promised", reason),
         (True, "gpu_not_usable/torch", reason),
@@ -209,7 +192,7 @@ def silent_cpu(
     docker = "start it with `docker run --gpus all` (NVIDIA Container Toolkit)"
     fixes = {
         "container_without_gpu": CONTAINER_FIXES.get(container or "", docker),
-        "driver_old/cpu": driver_fix(found),
+        "driver_old/cpu": gpu_rules.driver_fix(found),
         "gpu_not_usable/torch": fix_for(found.error) or "`nvidia-smi` says what the driver finds",
     }
     evidence = "; ".join(filter(None, (f"torch {found.torch} finds no GPU", *shown, more)))
@@ -263,7 +246,7 @@ def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> li
         trial=TrialResult(facts=found),
         kernel_lines=read_kernel_lines(),
     )
-    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
+    return [*gpu_rules.version_findings(facts), *gpu_rules.gpu_findings(facts), *gpu_rules.xid_findings(facts)]
 
 
 def without_own(driver: DriverState, index: int) -> DriverState:

@@ -61,27 +61,18 @@ class Source:
             raise ValueError(f"line {error.lineno}: {error.msg}") from error
         except (RecursionError, MemoryError) as error:
             raise ValueError("is nested too deeply") from error
-        self.parents: dict[ast.AST, ast.AST] = {}
-        self.nodes: list[ast.AST] = []
-        pending: list[ast.AST] = [self.tree]
-        while pending:
-            node = pending.pop()
-            self.nodes.append(node)
-            children = list(ast.iter_child_nodes(node))
-            for child in children:
-                self.parents.setdefault(child, node)
-            pending += reversed(children)
+        self.nodes = list(ast.walk(self.tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.aliases: dict[str, str] = {}
         self.modules: set[str] = set()
         """Top-level modules that are imported; `.` for one of the same package."""
-        self.calls: list[ast.Call] = []
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.calls.sort(key=lambda call: (call.lineno, call.col_offset))
         self.functions: dict[str, list[Function]] = {}
         self.assigned: dict[str, list[Assignment]] = {}
         """Name → its assignments, in the order of the lines."""
         for node in self.nodes:
-            if isinstance(node, ast.Call):
-                self.calls.append(node)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 self._assign(node, node.value)
