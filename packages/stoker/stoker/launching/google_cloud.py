@@ -179,18 +179,16 @@ class Vertex(GoogleCloud):
             "machine_type": machine_type,
             "accelerator": accelerator,
             "accelerators": count or None,
-            "image": spec.image,
+            "spec": spec,
             "disk": spec.options.boot_disk and {"bootDiskSizeGb": int(spec.options.boot_disk)},
             "arguments": list(spec.arguments),
             # Vertex AI puts values of variables in place of $(NAME); $$ stands for $.
             "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "nfs": nfs or None,
-            "name": spec.job_name,
             "strategy": "SPOT" if spec.spot else "STANDARD",
             "never_restarts": spec.restarts == 0,
             "restarts_together": spec.max_nodes > 1 and spec.restarts > 0,
             "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
-            "service_account": spec.options.service_account,
             "output": {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None,
         }
         # The first pool is one machine, that of rank 0.
@@ -257,7 +255,7 @@ class GcpBatch(GoogleCloud):
             "failing_exit_codes": list(FAILING_EXIT_CODES),
             "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
             "environment": fill({"variables": variables or None, "secretVariables": secrets or None}, {}) or None,
-            "name": spec.name,
+            "spec": spec,
             "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
             "nodes": str(spec.max_nodes),
             "several": several or None,
@@ -297,7 +295,7 @@ def _runnables(spec: LaunchSpec, template: dict[str, Any]) -> list[dict[str, Any
     options += ["--privileged"] if spec.gpus else []
     volumes = [f"{_host_path(number)}:{mount.path}" for number, mount in enumerate(spec.mounts)]
     values = {
-        "image": spec.image,
+        "spec": spec,
         "entrypoint": "/bin/sh" if several else None,
         "commands": [*template["start"], *spec.arguments] if several else list(spec.arguments),
         "volumes": [*volumes, *(template["driver_volumes"] if spec.gpus else ())] or None,

@@ -245,30 +245,21 @@ def _values(spec: LaunchSpec, templates: Any, *, is_job: bool) -> dict[str, Any]
     suspend = None if spec.options.queue is None else True
     return {
         **_placement(spec),
-        "run_name": spec.name,
-        "name": job_name,
-        "namespace": spec.options.namespace,
-        "queue": spec.options.queue,
+        "spec": spec,
         "suspend": suspend,
         "job_suspend": suspend if is_job else None,
         "annotations": {"gke-gcsfuse/volumes": "true"} if has_bucket else None,
-        "grace_s": spec.grace_s,
-        "image": spec.image,
         "arguments": list(map(_literal, spec.arguments)),
         "env": env,
         "resources": resources,
         "volumes": volumes,
         "volume_mounts": [{"name": v["name"], "mountPath": path} for v, path in zip(volumes, paths, strict=True)],
         "container_ports": templates["rank_ports"] if several else None,
-        "service_account": spec.options.service_account,
         "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if is_shared else None,
         "subdomain": job_name if several and is_job else None,
-        "nodes": spec.max_nodes,
         # A failed pod of a JobSet fails its Job; else each preempted node makes the others fail, once.
         "backoff_limit": spec.restarts * spec.max_nodes if is_job else 0,
-        "restarts": spec.restarts,
         "failing_exit_codes": list(FAILING_EXIT_CODES),
-        "time_limit_s": spec.time_limit_s,
     }
 
 

@@ -306,12 +306,14 @@ def read_template(name: str) -> Any:
 
 
 def fill(template: Any, values: Mapping[str, Any]) -> Any:
-    """A template with the values of its `$name`; fields that are None are left out."""
+    """A template with the values of its `$name` and `$name.attribute`; fields that are None are left out."""
     if isinstance(template, dict):
         filled = {name: fill(value, values) for name, value in template.items()}
         return {name: value for name, value in filled.items() if value is not None}
     if isinstance(template, list):
         return [fill(value, values) for value in template]
-    if isinstance(template, str) and template.startswith("$") and template[1:] in values:
-        return fill(values[template[1:]], {})
+    if isinstance(template, str) and template.startswith("$"):
+        name, *attributes = template[1:].split(".")
+        if name in values:
+            return fill(functools.reduce(getattr, attributes, values[name]), {})
     return template

@@ -15,7 +15,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,9 +183,11 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     """The rate, and the first images that were read. Raises what a read raises."""
     remote = index.remote_object(images[0])
     if remote is None:
-        with contextlib.closing(_DiskReader(index)) as files:
-            rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads)
-        return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
+        cold: list[bool | None] = []
+        num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
+        with _disk_reader(index, num_threads, cold) as read:
+            rate, encoded = _measure(images, seconds, read, lambda: num_threads)
+        return dataclasses.replace(rate, cold=_all_cold(index, cold)), encoded
     store = remote[0]
     throttled = _throttled(store)
     with Fetcher() as fetcher:  # the loader's
@@ -200,35 +202,33 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded
 
 
-class _DiskReader:
-    """Reads files in as many threads as the loader would come to, daemons: a storage that hangs is left behind."""
+@contextlib.contextmanager
+def _disk_reader(index: Index, num_threads: int, cold: list[bool | None]) -> "Iterator[Callable[[int], Future[bytes]]]":
+    """Reads files in as many threads as the loader would come to, daemons: a storage that hangs is left behind. cold:
+    gets whether each file was."""
+    requests: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._requests: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
-        self.num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
-        self.cold: list[bool | None] = []
-        for _ in range(self.num_threads):
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def submit(self, image: int) -> "Future[bytes]":
-        future: Future[bytes] = Future()
-        self._requests.put((image, future))
-        return future
-
-    def close(self) -> None:
-        """Ends the threads, each after its read; does not wait."""
-        for _ in range(self.num_threads):
-            self._requests.put(None)
-
-    def _work(self) -> None:
-        while (request := self._requests.get()) is not None:
+    def work() -> None:
+        while (request := requests.get()) is not None:
             image, future = request
-            self.cold.append(drop_pages(self._index, image))
+            cold.append(drop_pages(index, image))
             try:
-                future.set_result(self._index.read(image))
+                future.set_result(index.read(image))
             except Exception as error:  # noqa: BLE001  (raised where the result is read)
                 future.set_exception(error)
+
+    def submit(image: int) -> "Future[bytes]":
+        future: Future[bytes] = Future()
+        requests.put((image, future))
+        return future
+
+    for _ in range(num_threads):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        yield submit
+    finally:
+        for _ in range(num_threads):
+            requests.put(None)  # each thread ends after its read
 
 
 def _measure(

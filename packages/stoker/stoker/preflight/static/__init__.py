@@ -38,7 +38,7 @@ def check_sources(
         attempt(dockerfile, lambda path: images.append(read_image(path, given=requirements)))
     image = images[0] if images else Image()
     if requirements is not None and requirements.resolve() not in image.read_files:
-        attempt(requirements, lambda path: image.add_requested(path, name=str(path), options=Options()))
+        attempt(requirements, lambda path: image.read(path, str(path), Options()))
     image.driver = driver
     found += check_image(image)
     if script is not None:

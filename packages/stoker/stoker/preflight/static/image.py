@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
 from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
 from stoker.preflight.static.tables import (
@@ -32,7 +31,6 @@ from stoker.preflight.static.tables import (
     cuda_of_tag,
     minor,
 )
-from stoker_watch.findings.finding import Finding
 
 MAX_BYTES = 1 << 18
 MAX_CONTEXT_LEVELS = 3
@@ -280,7 +278,9 @@ class Cuda:
 
 
 @dataclass
-class Image:
+class Image(Requested):
+    """A container image, or what would be installed without one."""
+
     base: str = ""
     place: str = ""
     """FILE:LINE of FROM."""
@@ -293,9 +293,7 @@ class Image:
     cpu_only: bool = False
     """The base image has a framework without CUDA."""
     is_unpinned: bool = False
-    python: Minor | None = None
     ubuntu: str = ""
-    packages: list[Package] = field(default_factory=list)
     cudas: list[Cuda] = field(default_factory=list)
     cudnns: list[Cuda] = field(default_factory=list)
     drivers: list[tuple[str, str]] = field(default_factory=list)
@@ -310,8 +308,6 @@ class Image:
     stubs: list[tuple[str, str]] = field(default_factory=list)
     conda_forge: list[Package] = field(default_factory=list)
     """Frameworks that conda installs during the build, from a channel that has builds with and without CUDA."""
-    findings: list[Finding] = field(default_factory=list)
-    read_files: set[Path] = field(default_factory=set)
 
     def get(self, *names: str) -> Package | None:
         """The last request for the first of these packages that is there, where the version before does not meet it."""
@@ -340,21 +336,6 @@ class Image:
             self.without_cuda = self.without_cudnn = False
             if number is not None:
                 self.cudnns.append(Cuda(number, package.place, package.text))
-
-    def add_requested(self, path: Path, *, name: str, options: Options) -> None:
-        """What a file of requirements asks for. Raises OSError, ValueError. name: how its places call it."""
-        self.read_files.add(path.resolve())
-        requested = Requested()
-        requested.read(path, name, options)
-        for package in requested.packages:
-            self.add(package)
-        self.python = self.python or requested.python
-        for missing in requested.missing:
-            self.add_missing(*missing)
-
-    def add_missing(self, name: str, place: str, reason: str) -> None:
-        """A file of requirements that could not be read."""
-        self.findings.append(describe("requirements_not_found", place, name=name, reason=reason))
 
 
 def _keeps(current: Package, later: Package) -> bool:
@@ -396,7 +377,8 @@ class _Reader:
         self.stages = stages
         self.stage = stages[-1]
         self.given = given
-        self.image = Image(self.stage.image, f"{path}:{self.stage.line}", str(path), environment=self.stage.environment)
+        place = f"{path}:{self.stage.line}"
+        self.image = Image(base=self.stage.image, place=place, file=str(path), environment=self.stage.environment)
         self.channels: set[str] = set()
         """Channels of conda's configuration."""
 
@@ -411,7 +393,7 @@ class _Reader:
                 continue
             carried = _Reader(self.path, [*self.stages[: self.stages.index(other)], other], self.given).read()
             image.packages += carried.packages
-            image.findings += carried.findings
+            image.missing += carried.missing
             image.without_cuda = image.without_cuda and not carried.cudas
         depth = 0
         for command in self.stage.commands:
@@ -553,13 +535,13 @@ class _Reader:
         if found is None:
             if self.given is None or self.given.name != name.name:
                 reason = "it is not in the folder of the Dockerfile, nor in the two above it"
-                self.image.add_missing(word.text, self.place(word), reason)
+                self.image.missing.append((word.text, self.place(word), reason))
         elif found.resolve() not in self.image.read_files:
             shown = os.path.normpath(self.path.parent / os.path.relpath(found, self.path.resolve().parent))
             try:
-                self.image.add_requested(found, name=shown, options=options)
+                self.image.read(found, shown, options)
             except (OSError, ValueError) as error:
-                self.image.add_missing(word.text, self.place(word), requirements.reason_of(error))
+                self.image.missing.append((word.text, self.place(word), requirements.reason_of(error)))
 
     def find_file(self, name: PurePosixPath) -> Path | None:
         """The file, by its own path without the folders of the image, or by that of the COPY which makes it."""

@@ -104,14 +104,20 @@ class Package:
 
 @dataclasses.dataclass
 class Requested:
+    """What files of requirements ask for."""
+
     packages: list[Package] = dataclasses.field(default_factory=list)
     python: Minor | None = None
     missing: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """Files that could not be read: (name, place that names it, reason)."""
     read_files: set[Path] = dataclasses.field(default_factory=set)
 
+    def add(self, package: Package) -> None:
+        self.packages.append(package)
+
     def read(self, path: Path, name: str, options: Options) -> None:
         """Adds what a file asks for. name: how its places call it. Raises OSError, and ValueError with the reason."""
+        self.read_files.add(path.resolve())
         if path.suffix.lower() in (".yml", ".yaml"):
             self._read_environment(path, name)
         elif path.suffix.lower() == ".toml":
@@ -120,7 +126,6 @@ class Requested:
             self._read_lines(path, name, options)
 
     def _read_lines(self, path: Path, name: str, options: Options) -> None:
-        self.read_files.add(path.resolve())
         lines = [(f"{name}:{number}", line) for number, line in _logical_lines(read_text(path, MAX_BYTES))]
         self._add_lines(lines, path, name, options)
 
@@ -137,13 +142,14 @@ class Requested:
                 if other.resolve() in self.read_files or len(self.read_files) >= MAX_FILES:
                     continue
                 try:
+                    self.read_files.add(other.resolve())
                     self._read_lines(other, str(Path(name).parent / match[1]), options)
                 except (OSError, ValueError) as error:
                     self.missing.append((match[1], place, reason_of(error)))
             elif not line.startswith("-"):
                 bare = re.split(r"\s--(?:hash|config-settings|global-option)", line)[0]
                 if package := read_package(bare, place=place, options=options):
-                    self.packages.append(package)
+                    self.add(package)
                 if len(self.packages) > MAX_PACKAGES:
                     raise ValueError(f"asks for more than {MAX_PACKAGES} packages")
 
@@ -161,8 +167,9 @@ class Requested:
             for place, text in _scalars([item], name):
                 package = read_conda_package(text, place=place)
                 if package and package.name == "python":
-                    self.python = package.minor
-                self.packages += [package] if package else []
+                    self.python = self.python or package.minor
+                if package:
+                    self.add(package)
             self._add_lines(_scalars(_items(item, "pip"), name), path, name, Options())
 
     def _read_project(self, path: Path, name: str) -> None:
@@ -176,7 +183,7 @@ class Requested:
         dependencies = [row for row in _at(tables, "project.dependencies", list) if isinstance(row, str)]
         if not dependencies:
             raise ValueError("has no dependencies in [project]; Poetry's own tables are not read")
-        self.python = _only_python(_at(tables, "project.requires-python", str))
+        self.python = self.python or _only_python(_at(tables, "project.requires-python", str))
         rows = _at(tables, "tool.uv.index", list)
         indices = {_at(row, "name", str): wheel_index(_at(row, "url", str)) for row in rows}
         for requirement in dependencies[:MAX_PACKAGES]:
@@ -186,7 +193,7 @@ class Requested:
                 named = [_at(row, "index", str) for row in (sources if isinstance(sources, list) else [sources])]
                 index = next((indices[name] for name in named if indices.get(name)), "")
                 options = Options(index=index, index_alone=bool(index), index_place=package.place)
-                self.packages.append(dataclasses.replace(package, options=options))
+                self.add(dataclasses.replace(package, options=options))
 
 
 def wheel_index(url: str) -> str:

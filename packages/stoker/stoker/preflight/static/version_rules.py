@@ -46,7 +46,7 @@ class _Framework(NamedTuple):
 
 def check_image(image: Image) -> list[Finding]:
     """All findings of an image, or of requirements without one; with the driver of its machine, where that is known."""
-    return [*image.findings, *(finding for rule in _RULES for finding in rule(image))]
+    return [finding for rule in _RULES for finding in rule(image)]
 
 
 def _tensorflow(image: Image) -> _Framework | None:
@@ -66,6 +66,11 @@ def _torch_cuda(torch: _Framework) -> Minor | None:
     built = cuda_of_tag(torch.package.local or torch.package.options.index)
     on_index = torch.package.source == "pip" and torch.number in TORCH
     return built or (TORCH[torch.number].index_cuda if on_index else None)
+
+
+def _missing(image: Image) -> Iterator[Finding]:
+    for name, place, reason in image.missing:
+        yield describe("requirements_not_found", place, name=name, reason=reason)
 
 
 def _cpu_only(image: Image) -> Iterator[Finding]:
@@ -348,6 +353,7 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
-    _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _torchvision, _wheel_index, _numpy, _protobuf,
-    _keras, _extensions, _conda, _opencv, _unpinned, _variables, _drivers, _newer_than_tables, _driver_minimum,
+    _missing, _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _torchvision, _wheel_index, _numpy,
+    _protobuf, _keras, _extensions, _conda, _opencv, _unpinned, _variables, _drivers, _newer_than_tables,
+    _driver_minimum,
 )  # fmt: skip
