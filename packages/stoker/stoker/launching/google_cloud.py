@@ -129,6 +129,18 @@ class GoogleCloud(LaunchPlace):
             raise UsageError(f"{self.title} has no {spec.machine_type} with {spec.gpu or 'a GPU'}.", choices=pairs)
         return base, _accelerator(fitting[0]), fitting[0].gpus
 
+    def values(self, spec: LaunchSpec) -> dict[str, Any]:
+        """What the templates of both have."""
+        machine_type, accelerator, gpus = self.find_machine(spec)
+        return {
+            "spec": spec,
+            "machine_type": machine_type,
+            "accelerator": accelerator,
+            "gpus": gpus or None,
+            "provisioning": "SPOT" if spec.spot else "STANDARD",
+            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+        }
+
     def log_lines(self, job: Job, query: str, *, follow: bool) -> Iterator[str]:
         """The lines in Cloud Logging, oldest first; with `follow` until the job has ended. query: Logging's filter."""
         body = {"resourceNames": ["/".join(job.id.split("/")[:2])], "orderBy": "timestamp asc", "pageSize": 1000}
@@ -172,29 +184,22 @@ class Vertex(GoogleCloud):
         return warnings
 
     def render(self, spec: LaunchSpec) -> str:
-        machine_type, accelerator, count = self.find_machine(spec)
         nfs = [{"server": m.nfs[0], "path": m.nfs[1], "mountPoint": m.path} for m in spec.mounts if m.nfs is not None]
         template = read_template("vertex.yaml")
-        values = {
-            "machine_type": machine_type,
-            "accelerator": accelerator,
-            "accelerators": count or None,
-            "spec": spec,
-            "disk": spec.options.boot_disk and {"bootDiskSizeGb": int(spec.options.boot_disk)},
+        values = self.values(spec) | {
+            "disk_gb": spec.options.boot_disk and int(spec.options.boot_disk),
             "arguments": list(spec.arguments),
             # Vertex AI puts values of variables in place of $(NAME); $$ stands for $.
             "env": [{"name": name, "value": value.replace("$(", "$$(")} for name, value in spec.env.items()],
             "nfs": nfs or None,
-            "strategy": "SPOT" if spec.spot else "STANDARD",
             "never_restarts": spec.restarts == 0,
             "restarts_together": spec.max_nodes > 1 and spec.restarts > 0,
-            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
-            "output": {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None,
+            "output": spec.run_dir if spec.run_dir.startswith("gs://") else None,
         }
         # The first pool is one machine, that of rank 0.
         replicas = ["1", str(spec.max_nodes - 1)] if spec.max_nodes > 1 else ["1"]
         pools = [fill(template["pool"], {**values, "replicas": number}) for number in replicas]
-        return _to_json(fill(template["job"], {**values, "pools": pools}))
+        return _to_json(template["job"], {**values, "pools": pools})
 
     def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
         return found.get("state", ""), found.get("error", {}).get("message", ""), None
@@ -234,7 +239,8 @@ class GcpBatch(GoogleCloud):
         return warnings
 
     def render(self, spec: LaunchSpec) -> str:
-        machine_type, accelerator, count = self.find_machine(spec)
+        values = self.values(spec)
+        machine_type, accelerator, count = values["machine_type"], values["accelerator"], values["gpus"]
         template, several = read_template("gcp_batch.yaml"), spec.max_nodes > 1
         variables = {**spec.env, **({"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)} if several else {})}
         project = find_parent(spec.options).split("/")[1]
@@ -247,26 +253,21 @@ class GcpBatch(GoogleCloud):
         if accelerator is not None and (machine_type.startswith("n1-") or driver):  # other types have their GPUs
             gpus = {"type": accelerator.lower().replace("_", "-"), "count": str(count), "driverVersion": driver}
             accelerators = [{name: value for name, value in gpus.items() if value}]
-        values = {
+        values |= {
             "runnables": _runnables(spec, template),
             "cpu_milli": str(spec.cpus * 1000),
             "memory_mib": str(int(spec.memory_gib * 1024)),
             "retries": MAX_RETRIES if spec.spot else spec.restarts,
             "failing_exit_codes": list(FAILING_EXIT_CODES),
             "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
-            "environment": fill({"variables": variables or None, "secretVariables": secrets or None}, {}) or None,
-            "spec": spec,
-            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "variables": variables or None,
+            "secrets": secrets or None,
             "nodes": str(spec.max_nodes),
             "several": several or None,
-            "machine_type": machine_type,
-            "disk": spec.options.boot_disk and {"sizeGb": spec.options.boot_disk},
-            "provisioning": "SPOT" if spec.spot else "STANDARD",
             "accelerators": accelerators,
             "has_gpus": accelerator is not None or None,
-            "service_account": spec.options.service_account and {"email": spec.options.service_account},
         }
-        return _to_json(fill(template["job"], values))
+        return _to_json(template["job"], values)
 
     def describe(self, found: dict[str, Any]) -> tuple[str, str, int | None]:
         status = found.get("status", {})
@@ -282,10 +283,9 @@ class GcpBatch(GoogleCloud):
 
 
 def _volume(mount: Mount, number: int) -> dict[str, Any]:
-    if mount.nfs is None:
-        return {"gcs": {"remotePath": (mount.source or "")[5:]}, "mountPath": _host_path(number)}
-    server, export = mount.nfs
-    return {"nfs": {"server": server, "remotePath": export}, "mountPath": _host_path(number)}
+    bucket = {"gcs": {"remotePath": (mount.source or "")[5:]}}
+    source = bucket if mount.nfs is None else {"nfs": {"server": mount.nfs[0], "remotePath": mount.nfs[1]}}
+    return {**source, "mountPath": _host_path(number)}
 
 
 def _runnables(spec: LaunchSpec, template: dict[str, Any]) -> list[dict[str, Any]]:
@@ -308,8 +308,8 @@ def _host_path(number: int) -> str:
     return f"/mnt/disks/mount-{number}"
 
 
-def _to_json(job: Any) -> str:
-    return json.dumps(job, indent=2, ensure_ascii=False) + "\n"
+def _to_json(template: Any, values: dict[str, Any]) -> str:
+    return json.dumps(fill(template, values), indent=2, ensure_ascii=False) + "\n"
 
 
 def find_parent(options: PlaceOptions) -> str:

@@ -309,7 +309,7 @@ def _placement(spec: LaunchSpec) -> dict[str, Any]:
         tolerations = [*tolerations, *(rows["spot_tolerations"][:1] if is_gke else rows["spot_tolerations"])]
     return {
         "affinity": rows["spot_affinity"] if spec.spot and not is_gke else None,
-        "node_selector": fill(selector, {}) or None,
+        "node_selector": selector,
         "tolerations": tolerations or None,
     }
 

@@ -306,10 +306,11 @@ def read_template(name: str) -> Any:
 
 
 def fill(template: Any, values: Mapping[str, Any]) -> Any:
-    """A template with the values of its `$name` and `$name.attribute`; fields that are None are left out."""
+    """A template with the values of its `$name` and `$name.attribute`; fields that are None are left out, and with
+    them a mapping of nothing else."""
     if isinstance(template, dict):
         filled = {name: fill(value, values) for name, value in template.items()}
-        return {name: value for name, value in filled.items() if value is not None}
+        return {name: value for name, value in filled.items() if value is not None} or (None if template else {})
     if isinstance(template, list):
         return [fill(value, values) for value in template]
     if isinstance(template, str) and template.startswith("$"):
