@@ -2,12 +2,14 @@
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
 apis.toml: what the fix of a cause is called in each framework (`diagnosis/causes/cause.py`).
+calls.toml: names of functions in the source of jobs (`recording/calls.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 clouds.toml: how firmware names its cloud (`recording/telemetry/environment.py`).
 commands.toml: what the parameters of commands mean (`cli/__init__.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 data_errors.toml, errors.toml: what errors say (`errors.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+environment.toml: what of its environment a run records (`recording/telemetry/environment.py`).
 findings.toml: what findings of `check` and `report` mean (`diagnosis/reference.py`).
 frames.toml: functions of frameworks in stacks (`recording/frames.py`).
 kernel_log.toml: lines of the kernel about failures (`recording/telemetry/machine.py`).
@@ -18,6 +20,7 @@ package_names.toml: packages of modules with other names (`diagnosis/ending_deta
 prices.toml: list prices of machines (`hardware/prices.py`).
 problems.toml: what can be wrong with a data set (`stoker/data/validation/problems.py`).
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
+python_layouts.toml: where versions of CPython keep their stacks (`recording/remote_stacks.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 records.toml: what the fields of the records of a run mean (`runs/schemas.py`, docs/run-folder.md).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).

@@ -13,21 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from stoker_watch import regular_files
+from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import Amount, Count, Number
 
 MAX_SOURCE_BYTES = 2_000_000
 """Larger files are generated; they are not parsed."""
 
 WRAPPER = "wrapper"
-_WRAPPERS = frozenset(
-    {WRAPPER, "wrapped", "inner", "decorate_context", "error_handler", "_wrapped_call_impl", "_call_impl", "_fn",
-     "__call__", "__init__", "__new__"}
-)  # fmt: skip
-"""Names of functions that stand for another one: of decorators, of modules and classes that are called."""
-_WRAPPER_FILE = re.compile(r"/(torch/utils/_contextlib|functools|traceback_utils|tensorflow/python/util/dispatch)\.py$")
-"""Files of decorators, whose functions may have any name."""
-
-_CLOCKS = frozenset({"time.time", "time.perf_counter", "time.monotonic", "time.process_time", "time.thread_time"})
+_TABLE = read_toml("calls.toml")
+_WRAPPERS, _UPDATES, _GROWING = (frozenset(_TABLE[name]) for name in ("wrappers", "updates", "growing"))
+_PATTERNS = {name: re.compile(pattern) for name, pattern in _TABLE["patterns"].items()}
 
 _COMPREHENSIONS = {
     "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp, "<dictcomp>": ast.DictComp,
@@ -49,7 +44,7 @@ class _Source(NamedTuple):
 
 def is_wrapper(function: str, file: str) -> bool:
     """Whether a function stands for another one, that it calls. function: without its class."""
-    return function in _WRAPPERS or _WRAPPER_FILE.search(file) is not None
+    return function in _WRAPPERS or _PATTERNS["wrapper_file"].search(file) is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,11 +68,13 @@ def find_call(file: str, line: int, function: str, callee: str = "", end: tuple[
     names = [name for call in calls if (name := _call_name(call, source))]
     if callee and callee not in _WRAPPERS:
         return next((name for name in names if name.rpartition(".")[2] == callee), "")
-    names.sort(key=_CLOCKS.__contains__)  # others take the time
+    names.sort(key=lambda name: bool(_PATTERNS["clock"].match(name)))  # others take the time
     return next((name for name in names if callee or name not in source.own), "")
 
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_NO_SCOPE = ast.Module([], [])
 _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -86,12 +83,10 @@ def is_after_step(file: str, line: int, function: str) -> bool:
     """Whether a line of a training loop comes after its step: of the loops around the line, in the function of that
     name, the innermost one that takes a step of an optimizer does so in a line before."""
     source = _read_source(file)
-    for scope in _scopes(source, line, function):
-        around = [node for node in _nodes(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-        steps = next((steps for loop in reversed(around) if (steps := _step_lines(source, loop))), [])
-        if steps and line > max(steps):
-            return True
-    return False
+    scope = _find_scope(source, line, function)
+    around = [node for node in _nodes(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
+    steps = next((steps for loop in reversed(around) if (steps := _step_lines(source, loop))), [])
+    return bool(steps) and line > max(steps)
 
 
 class LoopLine(NamedTuple):
@@ -110,42 +105,29 @@ def find_loop(file: str, line: int, function: str) -> LoopLine:
     if function in _COMPREHENSIONS and function != "<lambda>":
         return LoopLine(has_step=False, in_step=False, in_loop=True)
     source = _read_source(file)
-    for scope in _scopes(source, line, function):
-        steps = _step_lines(source, scope, with_backward=True)
-        loops = [node for node in _nodes(scope) if isinstance(node, _REPEATS)]
-        around = [loop for loop in loops if _covers(loop, line)]
-        training = [loops_of_step[-1] for step in steps
-                    if (loops_of_step := [loop for loop in loops if _covers(loop, step)])]  # fmt: skip
-        in_step = bool(steps) and (not training or any(loop in training for loop in around))
-        is_inner = any(not any(_covers(loop, step) for step in steps) for loop in around)
-        without_grad = any(
-            _GRAD_OFF.search(ast.unparse(entered)) for node in _nodes(scope) for entered in _entered(node, line, scope)
-        )
-        in_loop = is_inner and (in_step or not steps)
-        return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=in_loop, without_grad=without_grad)
-    return LoopLine(has_step=False, in_step=False, in_loop=False)
+    scope = _find_scope(source, line, function)
+    steps = _step_lines(source, scope, with_backward=True)
+    loops = [node for node in _nodes(scope) if isinstance(node, _REPEATS)]
+    around = [loop for loop in loops if _covers(loop, line)]
+    training = [of_step[-1] for step in steps if (of_step := [loop for loop in loops if _covers(loop, step)])]
+    in_step = bool(steps) and (not training or any(loop in training for loop in around))
+    is_inner = any(not any(_covers(loop, step) for step in steps) for loop in around)
+    entered = [item.context_expr for node in _nodes(scope) if isinstance(node, ast.With) and _covers(node, line)
+               for item in node.items]  # fmt: skip
+    entered += scope.decorator_list if isinstance(scope, ast.FunctionDef) else []
+    without_grad = any(_PATTERNS["without_grad"].search(ast.unparse(each)) for each in entered)
+    in_loop = is_inner and (in_step or not steps)
+    return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=in_loop, without_grad=without_grad)
 
 
-_GRAD_OFF = re.compile(r"\b(no_grad|inference_mode)\b")
-
-
-def _entered(node: ast.AST, line: int, scope: ast.AST) -> list[ast.expr]:
-    """What is entered around a line: the items of a `with`, the decorators of the function itself."""
-    if isinstance(node, ast.With) and _covers(node, line):
-        return [item.context_expr for item in node.items]
-    return node.decorator_list if node is scope and isinstance(node, ast.FunctionDef) else []
-
-
-def _scopes(source: _Source | None, line: int, function: str) -> Sequence[ast.AST]:
-    """The function of that name around a line; empty: there is none, or the file cannot be read."""
+def _find_scope(source: _Source | None, line: int, function: str) -> ast.AST:
+    """The function of that name around a line; an empty one: there is none, or the file cannot be read."""
     if source is None:
-        return []
+        return _NO_SCOPE
     if function == "<module>":
-        return [source.tree]
-    return [
-        node for node in _around(source.tree, line)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function
-    ][-1:]  # fmt: skip
+        return source.tree
+    functions = [node for node in _around(source.tree, line) if isinstance(node, _FUNCTIONS) and node.name == function]
+    return functions[-1] if functions else _NO_SCOPE
 
 
 def _around(tree: ast.Module, line: int) -> Iterator[ast.AST]:
@@ -161,7 +143,7 @@ def _nodes(scope: ast.AST) -> Sequence[ast.AST]:
     """The nodes of a scope, outer ones first, without those of functions and classes in it."""
     nodes = [scope]
     for node in nodes:  # grows during the loop
-        if node is scope or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if node is scope or not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             nodes += ast.iter_child_nodes(node)
     return nodes
 
@@ -175,7 +157,7 @@ def _step_lines(source: _Source | None, scope: ast.AST, *, with_backward: bool =
         node.lineno for node in calls
         if _is_step(node, with_backward=with_backward) or _own_name(node.func) in step_functions
     ]  # fmt: skip
-    if lines or source is None:
+    if lines or not calls or source is None:
         return lines
     imported = _imported_step_functions(source.path)
     return [node.lineno for node in calls if _called_name(node.func) in imported]
@@ -188,14 +170,10 @@ def _own_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-_NO_MODEL = re.compile(r"(?i)bar$|tqdm|progress|dict|conf|args|opts?$|sched|meter|hash")
-"""Objects whose `update` changes no weights."""
-
-
 def _called_name(node: ast.expr) -> str:
     """`update` of `update` and `agent.update`; empty for a method of an object that is no model, as a progress bar."""
     if isinstance(node, ast.Attribute):
-        return "" if _NO_MODEL.search(ast.unparse(node.value)) else node.attr
+        return "" if _PATTERNS["no_model"].search(ast.unparse(node.value)) else node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -225,9 +203,6 @@ def _find_module(path: Path, name: str) -> Path | None:
     return None
 
 
-_UPDATES = frozenset({"apply_gradients", "apply_updates"})
-"""Methods of TensorFlow's optimizers and Flax's states, and a function of optax."""
-_BACKWARDS = frozenset({"backward", "manual_backward", "minimize"})
 _MAY_UPDATE = re.compile(rb"\.\s*step\s*\(|apply_(gradients|updates)\s*\(")
 """An update of weights by its text: to look at files with one, and at the functions of its lines alone, saves most of
 the time."""
@@ -238,8 +213,8 @@ def _is_step(node: ast.Call, *, with_backward: bool = False) -> bool:
     if not isinstance(node.func, ast.Attribute):
         return False
     if node.func.attr != "step":
-        return node.func.attr in _UPDATES or (with_backward and node.func.attr in _BACKWARDS)
-    return re.search(r"(?i)sched|profil|^prof$|^env", ast.unparse(node.func.value)) is None
+        return node.func.attr in _UPDATES or (with_backward and node.func.attr in _TABLE["backwards"])
+    return _PATTERNS["no_optimizer"].search(ast.unparse(node.func.value)) is None
 
 
 def _takes_step(function: ast.AST) -> bool:
@@ -249,9 +224,6 @@ def _takes_step(function: ast.AST) -> bool:
     return bool(steps) and not any(_covers(loop, step) for loop in loops for step in steps)
 
 
-_GROWING_CALLS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
-
-
 @functools.lru_cache(maxsize=64)
 def find_growing_line(file: str, name: str) -> int:
     """The first line that adds to a container, by the last part of its name (`cache` of `self.cache`); 0: not known."""
@@ -259,18 +231,18 @@ def find_growing_line(file: str, name: str) -> int:
         source, wanted = _read_source(file), _last_name(ast.parse(name, mode="eval").body)
     except SyntaxError:  # the attribute has a name that only `setattr` can give
         return 0
-    lines: list[int] = []
-    for node in ast.walk(source.tree) if source is not None else ():
-        holders: list[ast.expr] = []
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING_CALLS:
-            holders = [node.func.value]
-        elif isinstance(node, ast.AugAssign):
-            holders = [node.target]
-        elif isinstance(node, ast.Assign):
-            holders = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
-        if wanted in map(_last_name, holders):
-            lines.append(node.lineno)  # type: ignore[attr-defined]
+    nodes = ast.walk(source.tree) if source is not None else ()
+    lines = (node.lineno for node in nodes for holder in _extended(node) if _last_name(holder) == wanted)  # type: ignore[attr-defined]
     return min(lines, default=0)
+
+
+def _extended(node: ast.AST) -> list[ast.expr]:
+    """The containers that a node adds to."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWING:
+        return [node.func.value]
+    if isinstance(node, ast.Assign):
+        return [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+    return [node.target] if isinstance(node, ast.AugAssign) else []
 
 
 class GrowingHolder(TypedDict):
@@ -338,7 +310,7 @@ def _read_source(file: str) -> _Source | None:
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
             imports |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             own.add(node.name)
             may_step = not isinstance(node, ast.ClassDef) and any(_covers(node, line) for line in updates)
             if may_step and _takes_step(node):

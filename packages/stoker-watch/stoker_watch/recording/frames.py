@@ -65,36 +65,9 @@ _LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["l
 PACKAGE_ROOT = "/site-packages/stoker/"
 """How the files of a training of stoker's own begin (`own_stacks.py`)."""
 
-_LAYER_FILE = re.compile(r"/torch/nn/modules/(?!loss|distance)\w+\.py|/keras/(src/)?layers/|/(flax|haiku|equinox)/")
-"""Files of layers and of their calls, but for those of losses: a loop over layers is part of any model."""
-_LOSS_FILE = re.compile(r"/torch/nn/modules/(loss|distance)\.py")
-_BACKWARD_FILE = re.compile(r"/torch/autograd/(graph|__init__)\.py")
-_PART_OF_BACKWARD = re.compile(r"/torch/(autograd/function|utils/checkpoint|optim/\w+)\.py")
-"""Files whose calls of own code belong to a backward pass: a function's own one, layers again, an update of weights."""
-_TRAINER_FILE = re.compile(
-    r"/(site|dist)-packages/(lightning|pytorch_lightning|transformers|accelerate|(tf_)?keras|skorch|ignite|fastai)/"
-)
-"""Files of packages that have a training loop."""
-_JAX_FILE = re.compile(r"/jax/_src/")
-_JAX_CALL = re.compile(r"(jax|flax|optax|chex|haiku|equinox)\.")
-_JAX_OPERATION = re.compile(r"(?!jax\._src\.(api|pjit|pmap|profiler|stages|traceback_util)\b)" + _JAX_CALL.pattern)
-"""Calls of JAX itself, not of a function that it has compiled."""
-_EXPORT_CALL = re.compile(r"torch\.(jit\.(trace|script)|onnx\.export|export\.export)\b")
-"""Calls that trace a model in order to write it to a file."""
-_HOST_FILE = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
-_LOADER_FILE = re.compile(r"/torch/utils/data/")
-_LOADER_THREAD_FILE = re.compile(
-    r"/tensorflow/python/ops/script_ops\.py|/(tf_)?keras/(src/)?(trainers/data_adapters/|utils/data_utils\.py)"
-    r"|/torch/utils/data/|/multiprocessing/pool\.py|/prefetch_generator/|/grain/"
-)
-"""Files of loaders that call the job's own code in threads."""
-_CONSOLE_SCRIPT = re.compile(r"/bin/[^/.]+$")
-_AROUND_FILE = re.compile(r"/stoker_watch/recording/|/(tqdm/\w+|rich/progress)\.py$")
-"""Files of what only passes on what a loop goes over: stoker's own, bars of progress."""
+_FILES, _CALLS = ({name: re.compile(text) for name, text in _TABLE[table].items()} for table in ("files", "calls"))
+_FILES["host"] = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
-_NOT_JOB_CODE = re.compile(
-    r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/__autograph_generated_file|/stoker_watch/recording/"
-)
 
 
 Stack = list[Frame]
@@ -182,8 +155,10 @@ def _resolve_kind(stack: Stack, kind: str, compiled: CompiledCalls, *, active: b
         kind = classify(stack, active=active and not _is_waiting(stack))
     if compiled and kind in ("python", "idle") and _line_and_call(stack) in compiled:
         kind = "compute"
-    if (kind == "compute" and _is_on_host(stack)) or (kind == "compile" and _is_export(stack)):
-        return "python"
+    if kind == "compute" and _any_in("host", _called_by_job(stack)):
+        return "python"  # as a figure, whose package computes on the host alone
+    if kind == "compile" and _CALLS["export"].match(_line_and_call(stack)[1]):
+        return "python"  # a model is traced to be written to a file, which no step needs
     return "idle" if kind == HELPER else kind
 
 
@@ -223,51 +198,40 @@ def _list_places(
 def _place_of_training(stack: Stack, kind: str, compiled: CompiledCalls) -> tuple[str, str, Frame | None]:
     """(kind of work, kind of its place, frame of that) of a training thread that computes or waits for the device. No
     frame: the innermost one of own code."""
-    computes = kind == "compute"
-    if computes and (frame := _line_after_step(stack)) is not None:
-        return kind, AFTER_STEP, frame
-    if _line_after_step(stack) is None and _line_in_loop(stack, without_grad=True) is not None:
+    after_step = _line_after_step(stack)
+    if after_step is None and _line_in_loop(stack, without_grad=True) is not None:
         return "python", "python", None  # it selects boxes or pairs one by one, and is no part of the model
-    if computes and (frame := _line_in_loop(stack)) is not None:
+    if kind != "compute":
+        return kind, kind, None
+    if after_step is not None:
+        return kind, AFTER_STEP, after_step
+    if (frame := _line_in_loop(stack)) is not None:
         return kind, LOOP_IN_STEP, frame
-    if computes and (_runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack)):
+    if _runs_operations_of_jax(stack, compiled) or _is_gradient_hook(stack):
         return "python", "python", None  # it is no part of the step
-    if computes and (frame := _line_without_gradients(stack)) is not None:
-        return kind, WITHOUT_GRADIENTS, frame
-    return kind, kind, None
+    frame = _line_without_gradients(stack)
+    return (kind, kind, None) if frame is None else (kind, WITHOUT_GRADIENTS, frame)
 
 
 def _find_compiled(stack: Stack) -> tuple[str, str] | None:
     """(line, call) of a stack in which JAX compiles a function of the job; None: none, or one of its own."""
     found = _line_and_call(stack)
-    if not any(_JAX_FILE.search(frame.file) for frame in stack) or not all(found):
+    if not _any_in("jax", stack) or not all(found):
         return None
-    return None if any(map(_JAX_OPERATION.match, (found[1], find_place(stack)[2]))) else found
+    return None if any(map(_CALLS["jax"].match, (found[1], find_place(stack)[2]))) else found
 
 
 def _runs_operations_of_jax(stack: Stack, compiled: CompiledCalls) -> bool:
     """Whether a line of the job calls a function of JAX that is in no compiled step: its operations run one by one."""
-    if not any(_JAX_FILE.search(frame.file) for frame in stack) or _line_and_call(stack) in compiled:
+    if not _any_in("jax", stack) or _line_and_call(stack) in compiled:
         return False
-    return _JAX_OPERATION.match(find_place(stack)[2]) is not None
+    return _CALLS["jax"].match(find_place(stack)[2]) is not None
 
 
 def _is_gradient_hook(stack: Stack) -> bool:
     """Whether a backward pass of torch has called own code that is no part of it, as what is done to each gradient."""
-    inner = list(itertools.takewhile(lambda frame: not _BACKWARD_FILE.search(frame.file), stack))
-    if len(inner) == len(stack) or any(_PART_OF_BACKWARD.search(frame.file) for frame in inner):
-        return False
-    return any(map(is_job_code, inner))
-
-
-def _is_on_host(stack: Stack) -> bool:
-    """Whether a line of the job has called a package that computes on the host alone, as for a figure."""
-    return any(_HOST_FILE.search(frame.file) for frame in itertools.takewhile(lambda f: not is_job_code(f), stack))
-
-
-def _is_export(stack: Stack) -> bool:
-    """Whether a line of the job traces a model by itself, to write it to a file: no compilation that a step needs."""
-    return _EXPORT_CALL.match(_line_and_call(stack)[1]) is not None
+    inner = list(itertools.takewhile(lambda frame: not is_file_of("backward", frame.file), stack))
+    return len(inner) < len(stack) and not _any_in("part_of_backward", inner) and any(map(is_job_code, inner))
 
 
 def _line_and_call(stack: Stack) -> tuple[str, str]:
@@ -315,7 +279,7 @@ def working_threads(
 
 def _inside_loader(stack: Sequence[Frame]) -> Stack:
     """The frames inside of the innermost one of a loader; empty: no loader has called them."""
-    index = next((index for index, frame in enumerate(stack) if _LOADER_THREAD_FILE.search(frame.file)), 0)
+    index = next((index for index, frame in enumerate(stack) if is_file_of("loader_thread", frame.file)), 0)
     return list(stack[:index])
 
 
@@ -327,7 +291,7 @@ def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:
 def _inside_worker(stack: Sequence[Frame]) -> Stack:
     """What a loader worker does: the frames inside of its loop, without those of the loader itself."""
     inner = list(itertools.takewhile(lambda frame: _find_worker_rule([frame]) is None, stack))
-    while inner and _LOADER_FILE.search(inner[-1].file):
+    while inner and is_file_of("loader", inner[-1].file):
         inner.pop()
     return inner
 
@@ -335,7 +299,7 @@ def _inside_worker(stack: Sequence[Frame]) -> Stack:
 def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -> tuple[str, str, str, str]:
     """(line, function, call, leaf) of a stack, as in `Place`. A program that is installed as a whole has the frames of
     its own package as its own code. at: the frame of the line, if it is not the innermost one of own code."""
-    stack = [frame for frame in stack if not _AROUND_FILE.search(frame.file)]
+    stack = [frame for frame in stack if not is_file_of("around", frame.file)]
     own_index = _find_own(stack)
     if own_index is None:
         return "", "", "", _describe_leaf(stack[0]) if stack else ""
@@ -361,7 +325,7 @@ def find_place(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None) -
 
 def _find_own(stack: Sequence[Frame]) -> int | None:
     """The position of the innermost frame of own code; None: there is none."""
-    is_own = [is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file) for frame in stack]
+    is_own = [is_job_code(frame) and not is_file_of("console_script", frame.file) for frame in stack]
     if True not in is_own:
         packages = [found[1] if (found := _PACKAGE.search(frame.file)) else "" for frame in stack]
         package = next((name for name in reversed(packages) if name), None)
@@ -373,7 +337,7 @@ def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None)
     """`Place.callers` of a stack, up to what a loader has called. at: as of `find_place`."""
     if at is None and any(map(is_job_code, inside := _inside_loader(stack))):
         stack = inside
-    own = [frame for frame in stack if is_job_code(frame) and not _CONSOLE_SCRIPT.search(frame.file)]
+    own = [frame for frame in stack if is_job_code(frame) and not is_file_of("console_script", frame.file)]
     if at is not None:
         own = own[own.index(at) :]
     outer = [frame for inner, frame in itertools.pairwise(own) if frame[:2] != inner[:2] and frame[1:3] != inner[1:3]]
@@ -395,11 +359,12 @@ def _line_in_loop(stack: Sequence[Frame], *, without_grad: bool = False) -> Fram
     """The innermost frame of own code in a Python loop inside of the training step; None: none, or one over layers.
     without_grad: of the loops with gradients off alone, in a step of the job's own."""
     found: Frame | None = None
-    for frame in _without_loss(stack):
-        if found is None and _LAYER_FILE.search(frame.file):
+    called = _called_by_job(stack)
+    for frame in stack[len(called) :] if _any_in("loss", called) else stack:  # without a loss, called as a module
+        if found is None and is_file_of("layer", frame.file):
             return None
         if not is_job_code(frame):
-            if found is not None and not without_grad and _TRAINER_FILE.search(frame.file):
+            if found is not None and not without_grad and is_file_of("trainer", frame.file):
                 return found
             continue
         at = find_loop(frame.file, frame.line, _base_name(frame.function))
@@ -410,21 +375,10 @@ def _line_in_loop(stack: Sequence[Frame], *, without_grad: bool = False) -> Fram
     return None
 
 
-def _without_loss(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """The stack without the frames of a loss or a distance that is called as a module."""
-    first = next((index for index, frame in enumerate(stack) if is_job_code(frame)), len(stack))
-    is_loss = any(_LOSS_FILE.search(frame.file) for frame in stack[:first])
-    return stack[first:] if is_loss else stack
-
-
 def _line_without_gradients(stack: Sequence[Frame]) -> Frame | None:
     """The outermost frame of own code in a line with gradients off, of a stack that runs layers; None: none."""
-    if not any(_LAYER_FILE.search(frame.file) for frame in stack):
-        return None
-    for frame in reversed(stack):
-        if is_job_code(frame) and find_loop(frame.file, frame.line, _base_name(frame.function)).without_grad:
-            return frame
-    return None
+    own = reversed([frame for frame in stack if is_job_code(frame)]) if _any_in("layer", stack) else ()
+    return next((one for one in own if find_loop(one.file, one.line, _base_name(one.function)).without_grad), None)
 
 
 def find_part(stack: Sequence[Frame]) -> str:
@@ -456,10 +410,24 @@ def is_job_code(frame: Frame) -> bool:
     return is_job_file(frame.file)
 
 
-@functools.lru_cache(maxsize=16384)
 def is_job_file(file: str) -> bool:
     """As `is_job_code`, by the path."""
-    return bool(file) and _NOT_JOB_CODE.search(file) is None
+    return bool(file) and not is_file_of("installed", file)
+
+
+@functools.lru_cache(maxsize=32768)
+def is_file_of(kind: str, file: str) -> bool:
+    """kind: a row of `files` in frames.toml."""
+    return _FILES[kind].search(file) is not None
+
+
+def _any_in(kind: str, stack: Sequence[Frame]) -> bool:
+    return any(is_file_of(kind, frame.file) for frame in stack)
+
+
+def _called_by_job(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames inside of the innermost one of the job's own code."""
+    return list(itertools.takewhile(lambda frame: not is_job_code(frame), stack))
 
 
 def classify(stack: Sequence[Frame], *, active: bool) -> str:
@@ -506,8 +474,7 @@ def _is_waiting(stack: Sequence[Frame]) -> bool:
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
-    inner = itertools.takewhile(lambda frame: not is_job_code(frame), stack)
-    return any(_base_name(frame.function) == "_find_and_load" for frame in inner)
+    return any(_base_name(frame.function) == "_find_and_load" for frame in _called_by_job(stack))
 
 
 @functools.lru_cache(maxsize=32768)

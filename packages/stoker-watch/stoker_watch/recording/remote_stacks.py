@@ -3,8 +3,8 @@
 A thread's frames are in one piece of memory (from Python 3.11 on), so a few reads of /proc/PID/mem copy a stack in some
 10 µs, before the process can change much of it. Names and line tables of functions are read once.
 
-Where things are in the memory of a version is in its headers (Include/internal/, found by `offsetof`:
-tests/watch/recording/test_remote_stacks.py compares); from 3.13 on the process says it itself (pycore_debug_offsets.h).
+Where things are in the memory of a version: `knowledge/python_layouts.toml`; from 3.13 on the process says it itself
+(pycore_debug_offsets.h).
 """
 
 import bisect
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stoker_watch import regular_files
+from stoker_watch.knowledge import read_toml
 from stoker_watch.recording.frames import Frame, Stack, is_job_file
 
 MAX_FRAMES, MAX_THREADS = 1000, 5000
@@ -58,50 +59,31 @@ class EndedError(Exception):
 
 
 class _Layout(NamedTuple):
-    """Byte offsets in a version's structures (x86-64 and AArch64 have the same)."""
+    """A row of python_layouts.toml, which explains the fields."""
 
     interpreters: int
-    """_PyRuntimeState.interpreters.head"""
     main_thread: int
-    """_PyRuntimeState.main_thread; 0: not known, the main thread is told by its kernel ID."""
     next_interpreter: int
     threads: int
-    """PyInterpreterState.threads.head (tstate_head)"""
     next_thread: int
     thread_id: int
     native_id: int
-    """PyThreadState.native_thread_id; 0: it has none."""
     frame: int
-    """PyThreadState.current_frame, .cframe or .frame"""
     cframe: int
-    """_PyCFrame.current_frame; -1: PyThreadState has the frame itself."""
     chunk: int
-    """PyThreadState.datastack_chunk; 0: frames are objects."""
     code: int
     previous: int
     instruction: int
-    """Fields of a frame: f_executable or f_code, previous or f_back, instr_ptr, prev_instr or f_lasti."""
     filename: int
     name: int
-    """co_qualname, or before 3.11 co_name."""
     first_line: int
     flags: int
-    """co_flags"""
     lines: int
-    """co_linetable, co_lnotab"""
     instructions: int
-    """co_code_adaptive; 0: `instruction` is a number of instructions or bytes."""
     text: int
-    """sizeof(PyASCIIObject)"""
 
 
-LAYOUTS = {
-    (3, 8): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 36, 120, 0, 48),
-    (3, 9): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 104, 104, 112, 40, 36, 120, 0, 48),
-    (3, 10): _Layout(32, 72, 0, 8, 8, 176, 0, 24, -1, 0, 32, 24, 96, 104, 112, 40, 36, 120, 0, 48),
-    (3, 11): _Layout(40, 80, 0, 16, 8, 152, 160, 56, 8, 296, 32, 48, 56, 112, 128, 72, 48, 136, 184, 48),
-    (3, 12): _Layout(40, 64, 0, 72, 8, 136, 144, 56, 0, 232, 0, 8, 56, 112, 128, 68, 48, 136, 192, 40),
-}  # fmt: skip
+LAYOUTS = {(3, int(name[2:])): _Layout(**row) for name, row in read_toml("python_layouts.toml").items()}
 
 
 class RemoteStacks:

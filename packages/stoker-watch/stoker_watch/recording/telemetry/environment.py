@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from stoker_watch.hardware.cgroup import Cgroup, host_cores, host_memory
@@ -23,65 +22,42 @@ from stoker_watch.recording.telemetry.gpu import GpuSampler
 from stoker_watch.recording.telemetry.machine import TimeoutWorker, read_meminfo, read_text_or_none
 from stoker_watch.secrets import is_secret_name, mask_argv, mask_secrets
 
-PACKAGES = (
-    "stoker-watch",
-    "stoker",
-    "torch",
-    "torchvision",
-    "numpy",
-    "opencv-python-headless",
-    "simplejpeg",
-    "pyarrow",
-)
-"""Packages whose versions affect speed and results."""
-
-JOB_PACKAGES = ("torch", "torchvision", "tensorflow", "keras", "jax", "lightning", "pytorch-lightning", "transformers",
-                "ultralytics", "numpy", "protobuf")  # fmt: skip
-"""The same for jobs that stoker did not write."""
-
-NO_DIRS: Mapping[str, str | Path] = MappingProxyType({})
-
-_RECORDED_ENV_VARS = re.compile(
-    r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
-    r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
-)
-
-NETWORK_FILESYSTEMS = re.compile(
-    r"nfs|cifs|smb|9p$|virtiofs$|ceph|lustre|gpfs|beegfs|glusterfs|afs|fuse\.(?!fuse-overlayfs)|gcsfuse"
-)
-"""File systems that read over a network, or through a program that may do so."""
+_TABLE = read_toml("environment.toml")
+JOB_PACKAGES: list[str] = _TABLE["job_packages"]
+_PATTERNS = {name: re.compile(pattern) for name, pattern in _TABLE["patterns"].items()}
 
 QUERY_TIMEOUT_S = 20.0
 """Limit of one query: a driver or a storage may hang."""
 
 
 def describe(
-    env: Mapping[str, str] = os.environ, argv: list[str] = sys.argv, *, dirs: Mapping[str, str | Path] = NO_DIRS
+    env: Mapping[str, str] = os.environ, argv: list[str] = sys.argv, *, dirs: Mapping[str, str | Path] | None = None
 ) -> dict[str, Any]:
     """The environment of a stoker training, as JSON types; facts that are not available are None. Takes some 0.1 s
     (driver, torch). dirs: folders whose storage is described, by name (`run`, `data`)."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch")
-    return _describe(env, argv, dirs, PACKAGES)
+    return _describe(env, argv, dirs or {}, _TABLE["packages"])
 
 
 def describe_job(argv: list[str], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The environment of a watched job. Nothing of the job is run: its packages are those that are installed next to
     its program (None if that is not in a Python environment); details of its torch are not known."""
     packages, python = _installed_packages(argv[0])
-    described = _describe(env, argv, NO_DIRS, ())
+    described = _describe(env, argv, {}, [])
     return described | {"packages": packages, "python": python, "torch": None, "cwd": _working_folder()}
 
 
-def describe_loop(*, dirs: Mapping[str, str | Path] = NO_DIRS) -> dict[str, Any]:
+def describe_loop(*, dirs: Mapping[str, str | Path]) -> dict[str, Any]:
     """The environment of this process, with a training loop that stoker did not write."""
-    return _describe(os.environ, sys.argv, dirs, ("stoker-watch", *JOB_PACKAGES)) | {"cwd": _working_folder()}
+    return _describe(os.environ, sys.argv, dirs, ["stoker-watch", *JOB_PACKAGES]) | {"cwd": _working_folder()}
 
 
 def _describe(
-    env: Mapping[str, str], argv: list[str], dirs: Mapping[str, str | Path], packages: tuple[str, ...]
+    env: Mapping[str, str], argv: list[str], dirs: Mapping[str, str | Path], packages: list[str]
 ) -> dict[str, Any]:
     limit_bytes, _ = host_memory()
+    variables = filter(_PATTERNS["variables"].match, sorted(env))
     no_answer = {"gpus": [], "reason": f"the driver has not answered for {QUERY_TIMEOUT_S:.0f} s"}
     return {
         "packages": {name: _version(name) for name in packages},
@@ -101,11 +77,7 @@ def _describe(
         "storage": {name: describe_storage(path) for name, path in dirs.items()},
         "gpu": query_with_timeout(lambda: GpuSampler(env).describe(), no_answer),
         "torch": _describe_torch(),
-        "variables": {
-            name: mask_secrets(env[name])
-            for name in sorted(env)
-            if _RECORDED_ENV_VARS.match(name) and not is_secret_name(name)
-        },
+        "variables": {name: mask_secrets(env[name]) for name in variables if not is_secret_name(name)},
         "argv": mask_argv(argv),
     }
 
@@ -188,7 +160,7 @@ def describe_storage(location: str | Path, root: Path = Path("/")) -> dict[str, 
     if "://" in str(location):
         return {"kind": str(location).partition("://")[0], "network": True}
     kind = query_with_timeout(lambda: _filesystem(os.path.realpath(location), root), None)
-    return {"kind": kind, "network": None if kind is None else NETWORK_FILESYSTEMS.match(kind) is not None}
+    return {"kind": kind, "network": None if kind is None else _PATTERNS["network_filesystems"].match(kind) is not None}
 
 
 def query_with_timeout(query: Callable[[], Any], default: Any) -> Any:
