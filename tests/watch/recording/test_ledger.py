@@ -314,7 +314,7 @@ def test_steps_of_a_device_that_lags_are_counted() -> None:
         spent.update(window.phases)
     assert spent["compute"] + spent["comm"] == pytest.approx(15_000, rel=1e-3)
     assert spent.total() == pytest.approx(world.now_s)
-    assert ledger._clock is world
+    assert ledger.clock is world
     assert not world.open
 
 

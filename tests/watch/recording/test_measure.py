@@ -498,8 +498,8 @@ if what == "removes its folder":
 with stoker_watch.measure(run) as m:
     with m.step():
         pass
-    m._write_window()
-    sampler = m._stacks._child.process
+    m._write()
+    sampler = m._stacks.process
     if what == "closes all":
         os.closerange(3, 4096)
         opened = [os.open(os.devnull, os.O_RDWR) for _ in range(64)]
@@ -510,11 +510,11 @@ with stoker_watch.measure(run) as m:
         os.kill(sampler.pid, signal.SIGSTOP)
         try:
             while True:
-                os.write(m._stacks._child._fd, bytes(65536))
+                os.write(m._stacks._fd, bytes(65536))
         except BlockingIOError:
             m._stacks.note_steps()
     elif what == "forges the pipe":
-        os.write(m._stacks._child._fd, b"\\xff" * 1000)
+        os.write(m._stacks._fd, b"\\xff" * 1000)
         sampler.wait()
     elif what == "kills it and reaps it":
         os.kill(sampler.pid, signal.SIGKILL)

@@ -141,6 +141,6 @@ def test_only_the_sampling_process_may_read_where_yama_permits_nobody(monkeypatc
 
     monkeypatch.setattr(machine, "read", lambda _: b"1\n")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
-    child = own_stacks._SamplingProcess("record", 0, "/", 1)
+    child = own_stacks.SamplingProcess("record", 0, "/", 1)
     child.stop(None)
-    assert calls == [child.process.pid, 0]
+    assert calls == [child.pid, 0]

@@ -9,7 +9,7 @@ import pytest
 import stoker_watch
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.recording.ledger import Ledger
-from stoker_watch.recording.torch_hooks import LazyDeviceClock
+from stoker_watch.recording.torch_device import HOST_CLOCK
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.callback")
@@ -75,6 +75,8 @@ def test_a_real_compilation_is_seen(run: Path) -> None:
 class Device:
     """An accelerator that is a second late."""
 
+    on_host = False
+
     def __init__(self, now: Callable[[], float]) -> None:
         self.now, self.moments = now, [5.0, 9.0]
 
@@ -89,11 +91,11 @@ class Device:
 
 
 def test_a_device_that_comes_later_has_its_own_clock_from_then_on() -> None:
-    clock, now_s = LazyDeviceClock(), 0.0
-    ledger = Ledger(clock, start_s=0.0, now=lambda: now_s)
+    now_s = 0.0
+    ledger = Ledger(HOST_CLOCK, start_s=0.0, now=lambda: now_s)
     with ledger.compute():
         now_s = 3.0
-    clock.use_device(Device(lambda: now_s))  # type: ignore[arg-type]
+    ledger.clock = Device(lambda: now_s)  # type: ignore[assignment]
     now_s = 4.0
     with ledger.compute():
         now_s = 9.0

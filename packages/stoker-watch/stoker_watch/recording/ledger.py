@@ -1,8 +1,7 @@
 """The ledger: assigns every second of a run to exactly one phase. The phases always add up to the wall time.
 
-It has two sources. The training thread says what it does (`phase`, `compute`); events on the device say when the device
-computed. Both are lines of labeled intervals, which are merged into one. At each instant the first rule that applies
-decides:
+The training thread says what it does (`phase`, `compute`), and events on the device say when it computed. Both are
+lines of labeled intervals, which are merged into one. At each instant the first rule that applies decides:
 
 1. the device works on an optimizer step      -> `compute`; `recovery` if an earlier attempt did this step and lost it;
    or it is in a device phase                 -> `comm` or `h2d`, as the thread set it while issuing the work
@@ -11,36 +10,27 @@ decides:
 4. no phase was set since the start           -> `startup`
 5. otherwise                                  -> `unattributed`, or the `default_phase` of the ledger
 
-So a device that still works on step n while the thread waits for the images of step n + 1 is computing: waiting for
-images costs only the time in which the device is idle. A phase inside `compute` interrupts the step on the device too:
-events are recorded before and after it.
+So waiting for images costs only the time in which the device is idle. A phase inside `compute` interrupts the step on
+the device too. After an `input_wait`, the thread may say what it waited for (`split_input_wait`), as intervals of
+stages, which refine the thread's line before the merge and add up to the phase exactly; other time is `queue`.
 
-After an `input_wait`, the thread may say what it waited for (`split_input_wait`), as intervals of stages. They refine
-the thread's line before the merge, so stages also cover only the time in which the device was idle, and they add up to
-the phase exactly. Time that no interval covers is `queue`.
-
-Events bracket a step, so a device that idles *between* the kernels of a step counts as computing. Such steps are
-detected when the thread has issued the last kernel and the device has already finished: they are counted
-(`host_bound_steps`). Profiler windows measure how long the device idled (`trace.py`).
+A device that idles *between* the kernels of a step counts as computing. Steps that the device has already finished
+when their last kernel is issued are counted (`host_bound_steps`); profiler windows measure the idle time (`trace.py`).
 
 The host bounds the time of every event: it is not before the event was issued, not before the last query that returned
-"not complete", and not after the query that returned "complete". An event outside these bounds shifts all later ones,
-so drift between the device clock and the host clock (10 ppm are a second a day) is corrected: to within a step while
-the device is never idle, to within microseconds where it is, since an idle device reaches the first event of a step at
-once.
+"not complete", and not after the query that returned "complete". An event outside these bounds shifts all later ones:
+that corrects drift between the clocks (10 ppm are a second a day), to within a step while the device is never idle, to
+within microseconds where it is, since an idle device reaches the first event of a step at once.
 
-Windows end at the present: a step that the device has begun and not finished is `compute` until now, and the rest of it
-belongs to the next window. So nothing is estimated later. Only events that are not complete are kept: as many as the
-queue of the device holds.
+Windows end at the present: a step that the device has not finished is `compute` until now, so nothing is estimated
+later. Only events that are not complete are kept: as many as the queue of the device holds.
 
-Besides the time, the CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) distinguishes a thread that runs
-Python from one that waits. It follows the thread's own line, rules 2 to 5: the innermost phase; `host` while a step is
-issued; on a CPU device the step's own `compute` or `recovery`. Intervals that are attributed afterwards (`attribute`)
-move time but no CPU time, because that clock was not read at their ends. `startup` has CPU time from the creation of
-the ledger on.
+The CPU time of the thread by phase (`TimeBreakdown.thread_cpu_s`) tells a thread that runs Python from one that waits.
+It follows the thread's own line, rules 2 to 5; on a CPU device also the step's `compute` or `recovery`. `attribute`
+moves time but no CPU time, because that clock was not read at the ends of its intervals. `startup` has CPU time from
+the creation of the ledger on.
 
-Cost: `benchmarks/steps/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
-`stoker/hardware/device.py`.
+Cost: `benchmarks/steps/ledger.py`. Not thread-safe: only the training thread may call it.
 """
 
 import contextlib
@@ -52,6 +42,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from stoker_watch.recording.torch_device import DeviceClock
 from stoker_watch.runs.records import INPUT_STAGES, PHASES
 
 HOST_PHASES = frozenset(PHASES) - {"compute", "unattributed"}
@@ -71,21 +62,6 @@ MIN_INTERVAL_S = 20e-6
 
 _MAX_CHANGES = 4096
 """Changes of phase that are kept before they are summed, if no window is requested."""
-
-
-class EventClock(Protocol):
-    """Records events on the device; `DeviceClock` in `torch_device.py`."""
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the thread that issues the work also does it (a CPU): then no events are recorded."""
-
-    def record_event(self) -> Any:
-        """An event that completes when the device has done everything issued so far."""
-
-    def resolve(self, event: Any) -> float | None:
-        """The time of the event in seconds of the host's clock, or None if it is not complete. Called in the order of
-        the events, and not again for a resolved one."""
 
 
 class ProfilerRanges(Protocol):
@@ -133,17 +109,18 @@ class TimeBreakdown:
 class Ledger:
     """Accounts for the time of one rank since `start_s`, which may be before the ledger was created (process start).
 
-    now: the host's clock; `clock` resolves in its seconds. ranges: receives each phase and step (`step`).
+    clock: of the device; until a loop uses one, another one may take its place between two steps. now: the host's
+    clock; `clock` resolves in its seconds. ranges: receives each phase and step (`step`).
     default_phase: the phase of time after the start for which the thread set none. thread_now: CPU-seconds of the
     calling thread.
     """
 
     def __init__(
-        self, clock: EventClock, *, start_s: float, now: Callable[[], float] = time.perf_counter,
+        self, clock: DeviceClock, *, start_s: float, now: Callable[[], float] = time.perf_counter,
         ranges: ProfilerRanges | None = None, default_phase: str = "unattributed",
         thread_now: Callable[[], float] = time.thread_time,
     ) -> None:  # fmt: skip
-        self._clock = clock
+        self.clock = clock
         self._ranges = ranges
         self._now = now
         self._stack, self._default_phase = ["startup"], default_phase
@@ -222,13 +199,13 @@ class Ledger:
         if end_s <= start_s:
             return
         _insert_interval(self._host_changes, self._host, name, start_s, end_s)
-        if self._clock.on_host:
+        if self.clock.on_host:
             _insert_interval(self._device_changes, self._device, None, start_s, end_s)
 
     def begin(self, name: str) -> Callable[[], None]:
         """The thread begins something in `name` inside of another phase: a collective in the backward pass, a save in a
         step. Returns what ends it. On an accelerator, `comm` and `h2d` are as in `phase`; others are attributed."""
-        if name in _DEVICE_PHASES and not self._clock.on_host:
+        if name in _DEVICE_PHASES and not self.clock.on_host:
             stack = contextlib.ExitStack()
             stack.enter_context(self.phase(name))
             return stack.close
@@ -249,7 +226,7 @@ class Ledger:
         self._in_step, previous, self._device_phase = True, self._device_phase, "recovery" if is_redo else "compute"
         self._record_event(self._device_phase)
         self._calibrate()
-        self._enter(self._device_phase if self._clock.on_host else "host", "step")
+        self._enter(self._device_phase if self.clock.on_host else "host", "step")
         completed = False
         try:
             yield
@@ -258,7 +235,7 @@ class Ledger:
             self._leave()
             self._in_step, self._device_phase = False, previous
             self._record_event(previous)
-            if completed and not self._clock.on_host:
+            if completed and not self.clock.on_host:
                 self._host_bound_steps += self._device_is_idle()
 
     def window(self, min_s: float = 1.0) -> TimeBreakdown | None:
@@ -276,7 +253,7 @@ class Ledger:
             wall_s=wall_s,
             phases=self._phase_s,
             input_wait_stages=self._input_stage_s,
-            host_bound_steps=None if self._clock.on_host else self._host_bound_steps,
+            host_bound_steps=None if self.clock.on_host else self._host_bound_steps,
             thread_cpu_s={name: seconds for name, seconds in self._cpu_by_phase.items() if seconds > 0},
         )
         self._window_start_s, self._phase_s, self._input_stage_s = self._accounted_until_s, {}, {}
@@ -322,10 +299,10 @@ class Ledger:
 
     def _record_event(self, label: str | None) -> None:
         issued_s = self._now()
-        if self._clock.on_host:
+        if self.clock.on_host:
             self._device_changes.append(_Interval(issued_s, label))
             return
-        self._pending.append(_PendingEvent(self._clock.record_event(), issued_s, label))
+        self._pending.append(_PendingEvent(self.clock.record_event(), issued_s, label))
 
     def _calibrate(self) -> None:
         """Once a second, queries a step's first event at once: an idle device has reached it, which bounds its time."""
@@ -347,7 +324,7 @@ class Ledger:
         """Turns completed events into intervals of the device. poll_start_s: a time before the first query."""
         while self._pending:
             first = self._pending[0]
-            device_s = self._clock.resolve(first.event)
+            device_s = self.clock.resolve(first.event)
             if device_s is None:
                 self._not_before_s = poll_start_s
                 return

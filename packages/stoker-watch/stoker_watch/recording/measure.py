@@ -25,12 +25,13 @@ from stoker_watch.monitor.options import MonitoringOptions
 from stoker_watch.recording.calls import describe_growth
 from stoker_watch.recording.hook.stoker_hook.growth import GrowthFinder
 from stoker_watch.recording.hook.stoker_hook.instruments import count_images
-from stoker_watch.recording.ledger import HOST_PHASES, Ledger, TimeBreakdown
-from stoker_watch.recording.own_stacks import OwnProcessSampler
+from stoker_watch.recording.ledger import HOST_PHASES, Ledger
+from stoker_watch.recording.own_stacks import SamplingProcess
 from stoker_watch.recording.run_writer import RankRecorder, exit_code_for
 from stoker_watch.recording.telemetry.machine import allow_reading
 from stoker_watch.recording.telemetry.sampler import TelemetrySampler
-from stoker_watch.recording.torch_hooks import LazyDeviceClock, ScalarLogger, TorchHooks
+from stoker_watch.recording.torch_device import HOST_CLOCK
+from stoker_watch.recording.torch_hooks import ScalarLogger, TorchHooks
 from stoker_watch.runs.schemas import StepWindow
 
 WINDOW_S = 1.0
@@ -95,7 +96,7 @@ class Measure:
         self._window_start_s = 0.0
         self._scalars = ScalarLogger()
         self._telemetry: TelemetrySampler | None = None
-        self._stacks: OwnProcessSampler | None = None
+        self._stacks: SamplingProcess | None = None
         self._has_noted_steps = False
         self._growth = GrowthFinder(self._report_growth)
 
@@ -122,12 +123,10 @@ class Measure:
         self.step_count = self._writer.step
         self._written_steps = self.step_count
         self._thread = threading.get_ident()
-        clock = LazyDeviceClock()
-        self._ledger = Ledger(clock, start_s=start_s, default_phase="host")
-        self._torch_hooks = TorchHooks(self._ledger, clock, self._device)
+        self._ledger = Ledger(HOST_CLOCK, start_s=start_s, default_phase="host")
+        self._torch_hooks = TorchHooks(self._ledger, self._device)
         if self._writer.folder is not None:
-            self._telemetry = TelemetrySampler(self._writer.folder)
-            self._telemetry.start()
+            self._telemetry = TelemetrySampler(self._writer.folder).__enter__()
         self._start_stacks()
         self._window_start_s = start_s
         self._recording = True
@@ -239,12 +238,12 @@ class Measure:
             error = None
         self._torch_hooks.close()
         if self._recording:
-            self._run_safely(lambda: self._write_remaining(device_ok=error is None))
+            self._run_safely(lambda: self._write(wait=error is None))
         self._recording = False
         if self._telemetry is not None:
             self._telemetry.stop()
         if self._stacks is not None:
-            self._stacks.stop()
+            self._stacks.stop(self._writer.folder)
         self._run_safely(lambda: self._finish(error))
         self._writer.close()
 
@@ -280,20 +279,15 @@ class Measure:
 
     def _write_if_due(self) -> None:
         if self._recording and time.perf_counter() - self._window_start_s >= WINDOW_S:
-            self._run_safely(self._write_window)
+            self._run_safely(self._write)
 
-    def _write_window(self) -> None:
+    def _write(self, *, wait: bool = False) -> None:
+        """wait: for the device."""
         self._torch_hooks.flush()
-        self._window_start_s = time.perf_counter()
-        self._write(self._ledger.window(0.0))
-
-    def _write_remaining(self, *, device_ok: bool) -> None:
-        self._torch_hooks.flush()
-        if device_ok:
+        if wait:
             self._torch_hooks.wait()
-        self._write(self._ledger.finish(), wait=device_ok)
-
-    def _write(self, breakdown: TimeBreakdown | None, *, wait: bool = False) -> None:
+        self._window_start_s = time.perf_counter()
+        breakdown = self._ledger.window(0.0)
         scalars, not_finite = self._scalars.take(self._torch_hooks.device, wait=wait)
         if not_finite is not None:
             self._writer.event("warning", not_finite, step=self.step_count, not_finite=not_finite)
@@ -319,7 +313,7 @@ class Measure:
         self._start_stacks()
         if self._stacks is not None and not self._has_noted_steps:
             self._has_noted_steps = True
-            self._stacks.note_steps()
+            self._stacks.send("steps")  # what is sampled from now on is in another window than the start
 
     def _start_stacks(self) -> None:
         """Once the folder is known; of the main thread, which is the one that is found from outside."""
@@ -327,7 +321,7 @@ class Measure:
         if self._stacks is not None or self.closed or folder is None or threading.get_native_id() != os.getpid():
             return
         try:
-            self._stacks = OwnProcessSampler(folder, self._writer.rank)
+            self._stacks = SamplingProcess("record", self._writer.rank, folder.path.absolute(), folder.attempt)
         except OSError as error:
             self._writer.event("info", f"stacks: not recorded: {error}")
 

@@ -1,6 +1,6 @@
 """Samples the stacks of this process from a child: a thread would see only where the interpreter's lock is free.
 
-`OwnProcessSampler` is for a loop inside of `measure`, whose stacks are recorded as those of a watched job.
+`SamplingProcess` records a loop inside of `measure` as the stacks of a watched job are (`record`).
 `TrainingStacks` is for the trainer: its frames get the same names wherever it is installed, loader threads are told by
 their function, and the child hands its lines back, as only rank 0 may have the run folder. How stacks are read and
 what they say: `stacks.py`, `remote_stacks.py`, `frames.py`.
@@ -48,7 +48,7 @@ getattr(own_stacks, sys.argv[2])(*sys.argv[3:])
 """
 
 
-class _SamplingProcess:
+class SamplingProcess:
     """A child that samples this process. function: of this module, which it runs with the PID of this process and
     `arguments`; stdout: as of `subprocess.Popen`. Raises OSError."""
 
@@ -73,6 +73,10 @@ class _SamplingProcess:
         allow_reading(self.process.pid)
         self.send("start")
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def send(self, request: str) -> None:
         if is_still_open(self._fd, self._status):
             with contextlib.suppress(OSError):  # it has ended, or does not read
@@ -93,61 +97,35 @@ class _SamplingProcess:
         allow_reading(0)
 
 
-class OwnProcessSampler:
-    """Samples this process and its loader workers into the run folder. rank: of this process, for a job with several.
-    Raises OSError."""
-
-    def __init__(self, folder: RunFolder, rank: int) -> None:
-        self._folder = folder
-        self._child = _SamplingProcess("record", rank, folder.path.absolute(), folder.attempt)
-
-    @property
-    def pid(self) -> int:
-        return self._child.process.pid
-
-    def note_steps(self) -> None:
-        """The first steps are done: what is sampled from now on is in another window than the start."""
-        self._child.send("steps")
-
-    def stop(self) -> None:
-        self._child.stop(self._folder)
-
-
-class _Sent(msgspec.Struct):
-    """A line from the process that samples a training: a window, or why there are none."""
-
-    window: StackWindow | None = None
-    status: str = ""
-
-
 class TrainingStacks:
     """Samples a training of stoker's own until `stop`: the thread that makes this, which trains, and one process after
     the other in which images are loaded. package: the folder of the trainer, for the names of its frames."""
 
     def __init__(self, package: Path) -> None:
         self._folder: RunFolder | None = None
-        self._pending: collections.deque[_Sent] = collections.deque(maxlen=MAX_PENDING)
+        self._pending: collections.deque[StackWindow | str] = collections.deque(maxlen=MAX_PENDING)
+        """Windows, and why there are none."""
         self._lock = threading.Lock()
-        self._child: _SamplingProcess | None = None
+        self._child: SamplingProcess | None = None
         self._reader: threading.Thread | None = None
         try:
-            thread = threading.get_native_id()
-            self._child = _SamplingProcess("record_training", thread, package, stdout=subprocess.PIPE)
+            trains = threading.get_native_id()
+            self._child = SamplingProcess("record_training", trains, package, stdout=subprocess.PIPE)
         except OSError as error:  # training goes on, and an event says so
-            self._pending.append(_Sent(status=f"not recorded: {error}"))
-        else:
-            lines = self._child.process.stdout
-            self._reader = threading.Thread(target=self._read_lines, args=(lines,), name="stacks", daemon=True)
-            try:
-                self._reader.start()
-            except RuntimeError:  # no more threads
-                self._child.stop(None)
-                raise
+            self._pending.append(f"not recorded: {error}")
+            return
+        lines = self._child.process.stdout
+        self._reader = threading.Thread(target=self._read_lines, args=(lines,), name="stacks", daemon=True)
+        try:
+            self._reader.start()
+        except RuntimeError:  # no more threads
+            self._child.stop(None)
+            raise
 
     @property
     def pid(self) -> int:
         """The process that reads stacks; 0: none."""
-        return 0 if self._child is None else self._child.process.pid
+        return 0 if self._child is None else self._child.pid
 
     def write_to(self, folder: RunFolder) -> None:
         """Writes what was sampled so far and what follows."""
@@ -172,7 +150,7 @@ class TrainingStacks:
             with lines:
                 for line in lines:
                     with self._lock:
-                        self._pending.append(msgspec.json.decode(line, type=_Sent))
+                        self._pending.append(msgspec.json.decode(line, type=StackWindow | str))
                         self._write_pending()
         except Exception as error:  # noqa: BLE001 (training goes on without samples, and an event says so)
             if self._folder is not None:
@@ -181,11 +159,11 @@ class TrainingStacks:
     def _write_pending(self) -> None:
         while self._folder is not None and self._pending:
             sent = self._pending.popleft()
-            if sent.status:
-                self._folder.event("info", f"stacks: {sent.status}")
-            if sent.window is not None:
-                sent.window.attempt = self._folder.attempt
-                self._folder.append(STACKS, sent.window)
+            if isinstance(sent, str):
+                self._folder.event("info", f"stacks: {sent}")
+            else:
+                sent.attempt = self._folder.attempt
+                self._folder.append(STACKS, sent)
 
 
 def record(pid: str, rank: str, path: str, attempt: str) -> None:
@@ -240,10 +218,7 @@ class TrainingSampler(StackSampler):
     """Samples a training of stoker's own, and writes lines to stdout. thread: kernel ID of the one that trains."""
 
     def __init__(self, pid: int, thread: int, package: str) -> None:
-        super().__init__(
-            RunFolder(Path(), 0), pid, own_rank=0, on_status=lambda reason: _send(_Sent(status=reason)),
-            training_ranks=lambda: {pid: 0},
-        )  # fmt: skip
+        super().__init__(RunFolder(Path(), 0), pid, own_rank=0, on_status=_send, training_ranks=lambda: {pid: 0})
         self.workers: set[int] = set()
         """Processes that load images."""
         self._training_thread = thread
@@ -275,7 +250,7 @@ class TrainingSampler(StackSampler):
         ]
 
     def _write(self, target: SampledProcess, line: StackWindow) -> None:  # noqa: ARG002
-        _send(_Sent(window=line))
+        _send(line)
 
     def _own_frames(self, stack: Stack) -> Stack:
         """The frames from the first one of the trainer on."""
@@ -289,6 +264,6 @@ class TrainingSampler(StackSampler):
         return next((name + file[len(folder) :] for folder, name in packages if file.startswith(folder)), file)
 
 
-def _send(sent: _Sent) -> None:
+def _send(sent: StackWindow | str) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(sent) + b"\n")
     sys.stdout.buffer.flush()

@@ -37,8 +37,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 def get_rank_and_world_size() -> tuple[int, int]:
     """Asks the process group of this process, else RANK and WORLD_SIZE (set by torchrun); else (0, 1)."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    if (dist := _distributed()) is not None:
         return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     is_known = all(re.fullmatch("[0-9]{1,7}", text) for text in (rank, world_size))
@@ -54,14 +53,9 @@ class RankRecorder:
     """
 
     def __init__(
-        self,
-        run: Path | None,
-        name: str | None,
-        price_per_device_hour: float | None,
-        first_step: int | None,
-        monitor: MonitoringOptions,
-        loop_index: int,
-    ) -> None:
+        self, run: Path | None, name: str | None, price_per_device_hour: float | None, first_step: int | None,
+        monitor: MonitoringOptions, loop_index: int,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size = get_rank_and_world_size()
         self.step, self.redo_until_step = first_step or 0, 0
         """Steps done so far, and the last step of an earlier attempt: steps up to it are done again."""
@@ -194,12 +188,16 @@ class RankRecorder:
         return STEPS if self.rank == 0 else f"{RANKS}/{self.rank:04d}/{STEPS}"
 
 
-def _process_group_store() -> Any:
-    """The store of the process group; None if there is no group."""
+def _distributed() -> Any:
+    """The module torch.distributed; None: this process is in no group."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def _process_group_store() -> Any:
+    """None if there is no group."""
+    module = sys.modules["torch.distributed.distributed_c10d"] if _distributed() is not None else None
+    return None if module is None else module._get_default_store()
 
 
 def exit_code_for(error: BaseException | None) -> int:

@@ -63,11 +63,6 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
 
 
-def affordable_rate(cost_s: float, highest_hz: float, fraction: float = MAX_CPU_FRACTION) -> float:
-    """Samples a second of which each takes cost_s CPU-seconds, at most; fraction: of a core that they may take."""
-    return min(highest_hz, max(MIN_RATE_HZ, fraction / max(cost_s, 1e-9)))
-
-
 def _program(pid: int) -> str:
     """Path of the program that a process runs; empty: it ended, or may not be read."""
     try:
@@ -171,12 +166,6 @@ class SampledProcess:
             (int(env[name]) for name in _RANK_VARIABLES if re.fullmatch("[0-9]{1,7}", env.get(name, ""))), 0
         )
 
-    def begin(self) -> None:
-        """Begins a window. Raises what `RemoteStacks` does."""
-        if self.stacks is None:
-            self.stacks = RemoteStacks(self.pid)
-        self.window, self.sampled_s = SampleWindow(self.pid), time.monotonic()
-
     def close(self) -> None:
         if self.stacks is not None:
             self.stacks.close()
@@ -202,19 +191,11 @@ class StackSampler:
     """
 
     def __init__(
-        self,
-        folder: RunFolder,
-        pid: int,
-        *,
-        on_status: Callable[[str], None],
-        training_ranks: Callable[[], Mapping[int, int]] = dict,
-        own_rank: int | None = None,
-    ) -> None:
-        self._folder = folder
-        self._pid = pid
-        self._on_status = on_status
-        self._training_ranks = training_ranks
-        self._own_rank = own_rank
+        self, folder: RunFolder, pid: int, *, on_status: Callable[[str], None],
+        training_ranks: Callable[[], Mapping[int, int]] = dict, own_rank: int | None = None,
+    ) -> None:  # fmt: skip
+        self._folder, self._pid, self._own_rank = folder, pid, own_rank
+        self._on_status, self._training_ranks = on_status, training_ranks
         self._processes: dict[tuple[int, int], SampledProcess] = {}
         """PID and start → process."""
         self._not_python: dict[tuple[int, int], str] = {}
@@ -329,14 +310,14 @@ class StackSampler:
             if target.window is not None or target.role == HELPER or target.is_given_up:
                 continue
             try:
-                target.begin()
+                target.stacks = target.stacks or RemoteStacks(target.pid)
+                target.window, target.sampled_s = SampleWindow(target.pid), time.monotonic()
             except PermissionError:
                 self._give_up(target, NOT_PERMITTED)
-            except UnreadableError as error:
-                self._last_failure, self._is_unreadable = str(error), True
+            except (UnreadableError, EndedError) as error:
                 target.failures += 1
-            except EndedError:
-                target.failures += 1
+                if isinstance(error, UnreadableError):
+                    self._last_failure, self._is_unreadable = str(error), True
             except Exception as error:  # noqa: BLE001 (a name or a file that it forged)
                 self._give_up(target, f"{type(error).__name__}: {error}")
 
@@ -416,7 +397,7 @@ class StackSampler:
         self._cost_s = (self._cost_s + cost_s) / 2 if self._cost_s else cost_s
         left_s = MAX_CPU_FRACTION * (START_S + elapsed_s) - spent_s
         fraction = min(left_s / SPENT_IN_S, MAX_CPU_FRACTION / 2) if starting else left_s / SPENT_IN_S
-        self._rate_hz = affordable_rate(self._cost_s, MAX_RATE_HZ, fraction)
+        self._rate_hz = min(MAX_RATE_HZ, max(MIN_RATE_HZ, fraction / max(self._cost_s, 1e-9)))
         self._num_rates += 1
         is_trial = self._num_rates % TRIAL_POLLS == 0 and self._rate_hz < TRIAL_HZ and not starting
         if is_trial and left_s > PROCESS_POLL_S * TRIAL_HZ * self._cost_s:

@@ -109,3 +109,7 @@ class DeviceClock:
         self._pool.append(self._last_event)
         self._last_event = mark
         return self._last_s
+
+
+HOST_CLOCK = DeviceClock(None, None, has_events=False)
+"""Of a loop that uses no device."""

@@ -27,38 +27,15 @@ _RECORD_NAMES = {"loss": "total"}
 """Name in `Measure.log` → name in the records, where they differ."""
 
 
-class LazyDeviceClock:
-    """The host's clock (`ledger.EventClock`) until an accelerator is in use, then the clock of that device."""
-
-    def __init__(self) -> None:
-        self._device: Any = None
-
-    @property
-    def on_host(self) -> bool:
-        return self._device is None
-
-    def use_device(self, device: TorchDevice) -> None:
-        """From now on, events are recorded on the device. Waits for it once."""
-        self._device = device.make_clock()
-
-    def record_event(self) -> Any:
-        return self._device.record_event()
-
-    def resolve(self, event: Any) -> float | None:
-        time_s: float | None = self._device.resolve(event)
-        return time_s
-
-
 class TorchHooks:
     """Adds intervals of torch's work to the ledger. Created in the training thread, which calls `poll` and `flush`.
 
     device_name: the device that the loop uses, as in torch; None: the accelerator, as soon as it is in use.
     """
 
-    def __init__(self, ledger: Ledger, clock: LazyDeviceClock, device_name: str | None) -> None:
+    def __init__(self, ledger: Ledger, device_name: str | None) -> None:
         self.device: TorchDevice | None = None
         self._ledger = ledger
-        self._clock = clock
         self._device_name = device_name
         self._thread = threading.get_ident()
         self._device_pending = True
@@ -151,7 +128,7 @@ class TorchHooks:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self._device_pending = False
         self.device = TorchDevice(torch, device)
-        self._clock.use_device(self.device)
+        self._ledger.clock = self.device.make_clock()  # waits for it once
 
 
 class ScalarLogger:

@@ -23,8 +23,7 @@ class Session:
     def open(self, *, first_step: int) -> None:
         """first_step: optimizer steps done, by the framework's count."""
         self._blocks = {}
-        arguments = {"first_step": first_step} | self._settings
-        self._measure = Measure(self._run, **arguments).__enter__()
+        self._measure = Measure(self._run, **{"first_step": first_step} | self._settings).__enter__()
         self._measure.is_replaceable = True
 
     @property
@@ -34,13 +33,10 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """error: what ended the training."""
-        measure = self.measure
-        if measure is None:
-            return
-        for stack in reversed(self._blocks.values()):
-            stack.close()
-        self._blocks = {}
-        measure.close(error)
+        if (measure := self.measure) is not None:
+            for name in reversed([*self._blocks]):
+                self.end(name)
+            measure.close(error)
 
     def begin(self, name: str) -> None:
         """Begins `step`, `input_wait`, or a phase; does nothing if it is open."""
