@@ -2,12 +2,8 @@
 of their classes, images with values up to 255. Only values of plain tensors in the memory of the host are read."""
 
 import sys
-from collections.abc import Mapping
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 ALL_BATCHES, LOOK_BATCHES = 40, 16
 """So many batches are looked at, and after them each one of so many."""

@@ -18,18 +18,15 @@ import mmap
 import os
 import sys
 from _thread import get_ident
+from collections.abc import Callable
 from time import monotonic, thread_time
+from typing import Any
 from weakref import ref
 
 from .failures import STATE_DIR, report_failure
 from .growth import GrowthFinder
 from .instruments import count_images, timed
 from .mistakes import MistakeFinder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "steps", "batches", "num_images", "lr",
@@ -69,8 +66,6 @@ SOURCE_ATTR = "_stoker_source"
 
 class BatchSource:
     """An iterator of batches. workers: processes that load them, −1: not known. is_training: None: not known yet."""
-
-    __slots__ = ("batches", "is_training", "num_images", "unproven_batches", "workers")
 
     def __init__(self, workers: int = -1) -> None:
         self.workers = workers
@@ -398,7 +393,8 @@ class PhaseClock:
             if not self.has_stepped:
                 self.has_stepped = True
                 if self.make_device_events is not None:
-                    self.device_events = self.make_device_events(self)
+                    self.device_events = self.make_device_events()
+                    self.values[DEVICE] = float(self.device_events is not None)
             self._stack[0] = AFTER_STEP
             self._set_slot(self._stack[-1])
             if self.device_events is not None:
@@ -432,14 +428,6 @@ class PhaseClock:
         report_failure(location, error)
 
 
-def _count(batch: "Any", count: "Any") -> int:
-    try:
-        return int(count(batch))
-    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
-        report_failure("batch size", error)
-        return 0
-
-
 def patch_timed(module: "Any", phase: str, *names: str) -> None:
     """Times functions of a module, `name` or `Class.name`, as a phase."""
     slot = SLOTS.index(phase)
@@ -463,7 +451,12 @@ def timed_next(
         is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"  # TensorFlow's
         clock.end_source(source, failed=not is_end)
         raise
-    clock.end_wait(source, _count(batch, count))
+    try:
+        num_images = int(count(batch))
+    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
+        report_failure("batch size", error)
+        num_images = 0
+    clock.end_wait(source, num_images)
     return batch
 
 

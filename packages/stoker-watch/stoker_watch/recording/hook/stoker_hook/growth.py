@@ -11,13 +11,10 @@ import os
 import re
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import islice
 from time import thread_time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
+from typing import Any
 
 CHECK_S, MAX_CHECK_S, WINDOWS = 5.0, 600.0, 4
 """Time between reads of the memory, a twentieth of that since the first one in these bounds; how many make a trend."""

@@ -4,30 +4,22 @@
 A recorder gives functions `begin`: called before the timed work, they return what to call after it, or None if it is
 not to be timed (another thread, a phase inside the same phase). Nothing here imports torch: its modules are loaded.
 
-Waits for other ranks (torch 2.0 to 2.15):
-
-* `Work.wait`: all collectives, sends and receives that are called from Python. With gloo the thread waits in it; with
-  NCCL it returns at once and the stream waits.
-* `ProcessGroup.monitored_barrier`, which waits in C++.
-* `_broadcast_coalesced`: DistributedDataParallel copies its buffers (of batch norm) in C++ before each forward pass.
-* `torch.autograd.backward`: DistributedDataParallel waits for its buckets in a callback of the autograd engine. Such
-  callbacks run in the order in which they were queued. So a callback that is queued with the first gradient runs before
-  that wait, and one that it queues in turn after it: between the two is the communication that no computation hid.
-
-Not measured: communication inside compiled graphs, and FSDP, which waits between streams.
+Waits for other ranks (torch 2.0 to 2.15): `Work.wait` of all collectives, sends and receives that are called from
+Python (with gloo the thread waits in it, with NCCL the stream does); `ProcessGroup.monitored_barrier`, which waits in
+C++; `_broadcast_coalesced`, by which DistributedDataParallel copies its buffers in C++ before each forward pass; and in
+`torch.autograd.backward`, where it waits for its buckets in a callback of the autograd engine. Callbacks run in the
+order in which they were queued: one that is queued with the first gradient runs before that wait, and one that it
+queues in turn after it: between the two is the communication that no computation hid. Not measured: communication
+inside compiled graphs, and FSDP, which waits between streams.
 """
 
 from functools import wraps
 from sys import modules
+from typing import Any, Callable, TypeVar  # noqa: UP035 (Python 3.8)
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any, TypeVar
-
-    Call = TypeVar("Call", bound=Callable[..., Any])
-    OnEnd = Callable[[], None]
-    Begin = Callable[[], OnEnd | None]
+Call = TypeVar("Call", bound=Callable[..., Any])
+OnEnd = Callable[[], None]
+Begin = Callable[[], Any]
 
 
 def timed(original: "Call", begin: "Begin") -> "Call":
@@ -44,6 +36,16 @@ def timed(original: "Call", begin: "Begin") -> "Call":
             on_end()
 
     return wrapper  # type: ignore[return-value, unused-ignore]
+
+
+def replacing(owner: "Any", name: str) -> "Callable[[Call], Call]":
+    """Decorates a function that takes the place of `owner.name`, and calls what was there."""
+
+    def replace(function: "Call") -> "Call":
+        setattr(owner, name, wraps(getattr(owner, name))(function))
+        return function
+
+    return replace
 
 
 class Patch:

@@ -3,14 +3,11 @@ timed: all other time stays `startup`, which the watcher shows as unattributed o
 
 import atexit
 from sys import modules
+from typing import Any
 
 from .clock import COMPILE, RECOMPILED_S, RECOMPILES, STARTUP, clock
 from .failures import report_failure
 from .mistakes import MIN_LOOKS
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 """As JAX reports a compilation by XLA (jax/_src/dispatch.py, since 0.4.1); `fun_name` since 0.4.36."""

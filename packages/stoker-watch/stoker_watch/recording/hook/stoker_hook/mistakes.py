@@ -9,17 +9,14 @@ import json
 import os
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 from weakref import ref
 
 from .batches import BatchFinder
 from .failures import report_failure
 from .growth import NOT_OWN
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
 
 LOOK_STEPS, FREQUENT_STEPS = 16, 48
 """Steps from one look at the interpreter, or at an optimizer's gradients, to the next. Reading gradients waits for a
@@ -50,6 +47,7 @@ _RESHAPES = ("View", "Reshape", "UnsafeView", "Permute", "Transpose", "Squeeze",
              "Slice", "Select", "ToCopy", "Expand")  # fmt: skip
 _COMPARISONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
 """Losses of torch that compare values one by one, after they were made of one size."""
+_SIGMOID_LOSS = "BinaryCrossEntropyWithLogits"
 _LAYERS, _PROBABILITIES = ("Addmm", "Mm", "Convolution", "MkldnnConvolution"), ("Softmax", "Sigmoid")
 """Operations whose results are any numbers, or probabilities, and no logarithms of these."""
 _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "InstanceNorm")
@@ -59,9 +57,6 @@ _TRAINS_ONLY = ("Dropout", "BatchNorm", "DropPath", "StochasticDepth", "Instance
 class _Watched:
     """An optimizer. position: (group, index) of a parameter that has a gradient; torch.utils.swap_tensors refuses
     parameters to which something refers, also weakly."""
-
-    __slots__ = ("before", "is_cleared", "look_at", "old", "optimizer", "position", "saw_backward", "sizes", "steps",
-                 "unused")  # fmt: skip
 
     def __init__(self, optimizer: "Any", position: "tuple[int, int]") -> None:
         self.optimizer, self.position = ref(optimizer), position
@@ -109,7 +104,7 @@ class MistakeFinder:
     """Looks at a training loop, and writes what it finds into `directory`, that of the state files."""
 
     def __init__(self, directory: str) -> None:
-        self._path = os.path.join(directory, "%d.mistakes" % os.getpid())  # noqa: UP031
+        self._path = os.path.join(directory, f"{os.getpid()}.mistakes")
         self._found: dict[str, dict[str, Any]] = {}
         self._places: dict[str, str] = {}
         """Kind → the line that the framework's own function was called from."""
@@ -150,53 +145,46 @@ class MistakeFinder:
 
     def note_place(self, kind: str) -> None:
         """Something was turned on that is a mistake only if it stays."""
-        try:
-            self._places[kind] = own_line()
-        except Exception as error:  # noqa: BLE001
-            self.stop(error)
+        self._places[kind] = own_line()
 
     def note_evaluated(self, module: "Any") -> None:
         self._evaluated.append((ref(module), own_line()))
 
     def before_backward(self, tensors: "Any", create_graph: "Any", retain_graph: "Any") -> None:
         """An outermost backward pass begins, with these arguments of torch.autograd.backward."""
-        if not self.is_on or _is_compiling():
+        if _is_compiling():
             return
-        try:
-            self._backwards += 1
-            self._retains = bool(retain_graph) and not create_graph
-            if self._retains and "retained_graph" not in self._places:
-                self._places["retained_graph"] = own_line()
-            if create_graph and self.count("create_graph") == LOOK_STEPS:
-                self.report("create_graph", own_line())
-            for watched in self._watched.values():
-                watched.begin_backward()
-            if self._backwards in LOSS_BACKWARDS:
-                self._places["zero_gradients"] = own_line()
-                for kind in _loss_mistakes(tensors):
-                    if self.count(kind) == 2:  # one may be a batch of a single sample
-                        self.report(kind, own_line())
-                classes = _num_classes(tensors)
-                if classes > 1 and self.count("class_loss of %d" % classes) == 2:  # noqa: UP031
-                    self.report("class_loss", own_line(), classes=classes)
-            if self._backwards in SIZED_BACKWARDS:
-                self._sizes.append(sum(1 for _ in _nodes(tensors, MAX_NODES)))
-                sizes = self._sizes
-                pairs = list(zip(sizes, sizes[1:]))  # noqa: B905, RUF007 (Python 3.8)
-                grows = all(b >= min(MIN_GROWTH * a, MAX_NODES) for a, b in pairs)
-                if len(sizes) == len(SIZED_BACKWARDS) and grows and sizes[1] < MAX_NODES:
-                    self.report("growing_graph", own_line(), first=sizes[0], last=sizes[-1])
-        except Exception as error:  # noqa: BLE001 (a tensor of a kind that is not known)
-            self.stop(error)
+        self._backwards += 1
+        self._retains = bool(retain_graph) and not create_graph
+        if self._retains and "retained_graph" not in self._places:
+            self.note_place("retained_graph")
+        if create_graph and self.count("create_graph") == LOOK_STEPS:
+            self.report("create_graph", own_line())
+        for watched in self._watched.values():
+            watched.begin_backward()
+        if self._backwards in LOSS_BACKWARDS:
+            self._look_at_loss(tensors)
+        if self._backwards in SIZED_BACKWARDS:
+            self._sizes.append(sum(1 for _ in _nodes(tensors, MAX_NODES)))
+            sizes = self._sizes
+            pairs = list(zip(sizes, sizes[1:]))  # noqa: B905, RUF007 (Python 3.8)
+            grows = all(b >= min(MIN_GROWTH * a, MAX_NODES) for a, b in pairs)
+            if len(sizes) == len(SIZED_BACKWARDS) and grows and sizes[1] < MAX_NODES:
+                self.report("growing_graph", own_line(), first=sizes[0], last=sizes[-1])
+
+    def _look_at_loss(self, tensors: "Any") -> None:
+        self.note_place("zero_gradients")
+        for kind in _loss_mistakes(tensors):
+            if self.count(kind) == 2:  # one may be a batch of a single sample
+                self.report(kind, own_line())
+        classes = _num_classes(tensors)
+        if classes > 1 and self.count(f"class_loss of {classes}") == 2:
+            self.report("class_loss", own_line(), classes=classes)
 
     def after_backward(self) -> None:
-        if not self.is_on or _is_compiling():
-            return
-        try:
+        if not _is_compiling():
             for watched in self._watched.values():
                 watched.end_backward()
-        except Exception as error:  # noqa: BLE001 (as above)
-            self.stop(error)
 
     def before_step(self, optimizer: "Any") -> None:
         key = id(optimizer)
@@ -235,8 +223,6 @@ class MistakeFinder:
 
     def look(self, aids: "dict[str, bool]") -> None:
         """aids: kind → whether it is on; those of Python are added. One that is on in nearly all looks is reported."""
-        if not self.is_on:
-            return
         self._num_looks += 1
         for kind, is_on in {**_python_aids(), **aids}.items():
             self._looks[kind] = self._looks.get(kind, 0) + is_on
@@ -256,7 +242,7 @@ class MistakeFinder:
         position, parameter = next((entry for entry in with_grad if _is_readable(entry[1].grad)), ((0, 0), None))
         if parameter is None:
             if self.count("no_gradients") == NO_GRADIENT_STEPS:
-                self.report("no_gradients", optimizer.__dict__.get(PLACE_ATTR, ""), steps=NO_GRADIENT_STEPS)
+                self.report("no_gradients", _place_of(optimizer), steps=NO_GRADIENT_STEPS)
             return
         key = (id(parameter), tuple(parameter.shape))
         older, watched = self._owners.get(key), _Watched(optimizer, position)
@@ -264,8 +250,7 @@ class MistakeFinder:
         if is_replaced and optimizer.state:  # what the older one knew is lost
             self._replaced += 1
             if self._replaced >= MIN_REPLACED:
-                place = optimizer.__dict__.get(PLACE_ATTR, "")
-                self.report("optimizer_again", place, steps=self._steps, optimizers=self._replaced)
+                self.report("optimizer_again", _place_of(optimizer), steps=self._steps, optimizers=self._replaced)
         if len(self._watched) > 64:
             self._watched.clear()
             self._owners.clear()
@@ -280,10 +265,9 @@ class MistakeFinder:
                  if where in watched.sizes]  # fmt: skip
         factor, before, now = sorted(grown)[len(grown) // 2] if grown else (0.0, 0.0, 0.0)
         if factor >= MIN_WEIGHT_GROWTH:
-            place, lr = optimizer.__dict__.get(PLACE_ATTR, ""), float(groups[0].get("lr") or 0.0)
             self.report(
-                "weights_grow", place, steps=watched.steps, factor=factor, first=before, last=now, lr=lr,
-                optimizer=type(optimizer).__name__,
+                "weights_grow", _place_of(optimizer), steps=watched.steps, factor=factor, first=before, last=now,
+                lr=float(groups[0].get("lr") or 0.0), optimizer=type(optimizer).__name__,
             )  # fmt: skip
 
     def _look_at_used(self, watched: "_Watched", groups: "Any") -> None:
@@ -295,9 +279,8 @@ class MistakeFinder:
         watched.unused = without if watched.unused is None else without & watched.unused
         values, total = sum(sizes[where] for where in watched.unused), sum(sizes.values())
         if watched.steps == USED_STEPS[-1] and MIN_UNUSED * total <= values < total:
-            optimizer, percent = watched.optimizer(), round(100 * values / total)
-            place = "" if optimizer is None else optimizer.__dict__.get(PLACE_ATTR, "")
-            unused = len(watched.unused)
+            unused, percent = len(watched.unused), round(100 * values / total)
+            place = _place_of(watched.optimizer())
             self.report("unused_parameters", place, unused=unused, tensors=len(sizes), percent=percent)
 
     def _look_at_threads(self) -> None:
@@ -337,7 +320,7 @@ class MistakeFinder:
             "double_precision": str(smallest.dtype) == "torch.float64",
         }
         for kind, is_so in found.items():
-            name = "%s of %d" % (kind, optimizer)  # noqa: UP031
+            name = f"{kind} of {optimizer}"
             if is_so and self.count(name) >= MIN_LOOKS:
                 self.report(kind, step=self._steps)
             elif not is_so and self._looks.pop(name, 0) >= MIN_LOOKS:
@@ -346,6 +329,11 @@ class MistakeFinder:
     def stop(self, error: BaseException) -> None:
         self.is_on = False
         report_failure("mistakes", error)
+
+
+def _place_of(optimizer: "Any") -> str:
+    """The line that made it."""
+    return str(vars(optimizer).get(PLACE_ATTR, ""))
 
 
 def _python_aids() -> "dict[str, bool]":
@@ -454,23 +442,18 @@ def _loss_mistakes(tensors: "Any") -> "set[str]":
         name = _operation(node)
         if _compares_all_pairs(node, name):
             found.add("outer_loss")
-        if name not in ("NllLoss", "NllLoss2D", "NllLossNd", "BinaryCrossEntropyWithLogits"):
-            continue
-        given = _before(node)
+        given = _before(node) if name.startswith("NllLoss") or name == _SIGMOID_LOSS else None
         before = "" if given is None else _operation(given)
-        if name == "BinaryCrossEntropyWithLogits":
-            if before in _PROBABILITIES:
-                found.add("sigmoid_twice")
+        if name == _SIGMOID_LOSS:
+            found |= {"sigmoid_twice"} if before in _PROBABILITIES else set()
         elif before in _PROBABILITIES:
             found.add("nll_of_probabilities")
         elif before in _LAYERS:
             found.add("raw_nll")
         elif given is not None and before == "LogSoftmax":
             first = _before(given)
-            if first is not None and _operation(first) in _PROBABILITIES:
-                found.add("softmax_twice")
-            if _classes_of(given) == 1:
-                found.add("one_class")
+            found |= {"softmax_twice"} if first is not None and _operation(first) in _PROBABILITIES else set()
+            found |= {"one_class"} if _classes_of(given) == 1 else set()
     return found
 
 
@@ -523,7 +506,7 @@ def own_line() -> str:
             name, line = _source_line(frame)
         if not name.startswith("<") and not NOT_OWN.search(name):
             name = name[len(folder) :] if folder != "/" and name.startswith(folder) else name
-            return "%s:%d" % (name, line)  # noqa: UP031
+            return f"{name}:{line}"
         frame = frame.f_back
     return ""
 

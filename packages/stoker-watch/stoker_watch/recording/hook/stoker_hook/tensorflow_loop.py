@@ -14,35 +14,20 @@ import sys
 from _thread import get_ident
 from functools import partial, wraps
 from time import monotonic
+from typing import Any
 
-from .clock import (
-    BATCHES,
-    CHECKPOINT,
-    COMPILE,
-    COMPUTE,
-    GRAPH,
-    RECOMPILES,
-    SOURCE_ATTR,
-    STEPS,
-    clock,
-    patch_timed,
-    timed_next,
-)  # fmt: skip
+from .clock import BATCHES, CHECKPOINT, COMPILE, COMPUTE, GRAPH, RECOMPILES, STEPS, clock, patch_timed, timed_next
 from .failures import STATE_DIR, report_failure
-from .instruments import count_images, timed
+from .instruments import count_images, replacing, timed
 from .mistakes import LOOK_STEPS, MAX_READ, own_line
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
 """Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first."""
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
-TRAINS_ATTR = "_stoker_trains"
-"""Attribute of a `tf.function` whose trace took a gradient."""
+TRAINS_ATTR, WRAPPED_ATTR = "_stoker_trains", "_stoker_wrapped"
+"""Attributes of a `tf.function` whose trace took a gradient, and of a train_function of Keras that is timed."""
 
 LOSSES = ("categorical_crossentropy", "sparse_categorical_crossentropy", "binary_crossentropy")
 """Functions of Keras' backends."""
@@ -81,13 +66,9 @@ def patch_next(module: "Any", class_name: str, name: str) -> None:
     cls = getattr(module, class_name)
     original = getattr(cls, name)
 
-    @wraps(original)
+    @replacing(cls, name)
     def next_batch(self: "Any") -> "Any":
-        if not _is_outside():
-            return original(self)
-        return timed_next(self, original)
-
-    setattr(cls, name, next_batch)
+        return timed_next(self, original) if _is_outside() else original(self)
 
 
 def patch_functions(module: "Any") -> None:
@@ -97,7 +78,7 @@ def patch_functions(module: "Any") -> None:
         return
     original = cls.__call__
 
-    @wraps(original)
+    @replacing(cls, "__call__")
     def __call__(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         if state.function is not None or not clock.enabled or get_ident() != clock.thread_id:
             return original(self, *args, **kwargs)
@@ -119,8 +100,6 @@ def patch_functions(module: "Any") -> None:
         if TRAINS_ATTR in self.__dict__:
             _count_step(self)
         return result
-
-    cls.__call__ = __call__
 
 
 def _call(original: "Any", function: "Any", args: "Any", kwargs: "Any") -> "Any":
@@ -173,7 +152,7 @@ def patch_tracing(module: "Any") -> None:
     """tensorflow.python.framework.func_graph: from Python code to a graph; nested traces count once."""
     original = module.func_graph_from_py_func
 
-    @wraps(original)
+    @replacing(module, "func_graph_from_py_func")
     def func_graph_from_py_func(*args: "Any", **kwargs: "Any") -> "Any":
         if get_ident() != clock.thread_id:
             return original(*args, **kwargs)
@@ -187,22 +166,18 @@ def patch_tracing(module: "Any") -> None:
             if state.function is None:
                 clock.leave()
 
-    module.func_graph_from_py_func = func_graph_from_py_func
-
 
 def patch_gradients(module: "Any") -> None:
     """tensorflow.python.eager.backprop: a gradient means that the batches before it were for training."""
     original = module.GradientTape.gradient
 
-    @wraps(original)
+    @replacing(module.GradientTape, "gradient")
     def gradient(*args: "Any", **kwargs: "Any") -> "Any":
         if state.function is not None:  # replicas of tf.distribute are traced in threads of their own
             state.function.__dict__[TRAINS_ATTR] = True
         elif _is_outside():
             clock.confirm_training()
         return original(*args, **kwargs)
-
-    module.GradientTape.gradient = gradient
 
 
 def patch_old_keras_model(module: "Any") -> None:
@@ -211,7 +186,7 @@ def patch_old_keras_model(module: "Any") -> None:
     patch_timed(module, "checkpoint", "Model.save", "Model.save_weights")
     original = module.Model.fit
 
-    @wraps(original)
+    @replacing(module.Model, "fit")
     def fit(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         before, state.steps_per_call = state.steps_per_call, _steps_per_execution(self)
         try:
@@ -219,7 +194,6 @@ def patch_old_keras_model(module: "Any") -> None:
         finally:
             state.steps_per_call = before
 
-    module.Model.fit = fit
     clock.publish("Keras 2")
 
 
@@ -238,31 +212,29 @@ def patch_apply(module: "Any", class_name: str, name: str) -> None:
         return
     original = getattr(cls, name)
 
-    @wraps(original)
+    @replacing(cls, name)
     def apply(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         result = original(self, *args, **kwargs)
         if _is_outside():
             _count_step(self)
         return result
 
-    setattr(cls, name, apply)
-
 
 def patch_losses(module: "Any") -> None:
     """A backend of Keras, whose losses expect probabilities unless they are told that they get raw scores."""
     for name in LOSSES:
-        if callable(original := getattr(module, name, None)):
-            setattr(module, name, _checked_loss(original))
+        if callable(getattr(module, name, None)):
+            _check_loss(module, name)
 
 
-def _checked_loss(original: "Any") -> "Any":
-    @wraps(original)
+def _check_loss(module: "Any", name: str) -> None:
+    original = getattr(module, name)
+
+    @replacing(module, name)
     def loss(target: "Any", output: "Any", from_logits: "Any" = False, *args: "Any", **kwargs: "Any") -> "Any":
         if not from_logits:
             clock.observe(_look_at_scores, output)
         return original(target, output, from_logits, *args, **kwargs)
-
-    return loss
 
 
 def _look_at_scores(output: "Any") -> None:
@@ -384,12 +356,11 @@ def patch_epoch_iterator(module: "Any") -> None:
     iterator_class = module.EpochIterator
     original_next = iterator_class.__next__
 
+    @replacing(iterator_class, "__next__")
     def __next__(self: "Any") -> "Any":
         if not clock.is_outside_phases() or "keras.src.backend.torch.trainer" not in sys.modules:
             return original_next(self)
         return timed_next(self, original_next, lambda batches: sum(map(count_images, batches[-1])))
-
-    iterator_class.__next__ = __next__
 
 
 def patch_torch_trainer(module: "Any") -> None:
@@ -432,14 +403,12 @@ def _patch_trainer(trainer: "Any", backend: str, wrap: "Any") -> None:
     clock.publish(f"Keras {getattr(sys.modules.get('keras.src.version'), '__version__', '')} on {backend}")
     original = trainer.make_train_function
 
-    @wraps(original)
+    @replacing(trainer, "make_train_function")
     def make_train_function(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         result = original(self, *args, **kwargs)
         function = self.train_function
-        if function is not None and not hasattr(function, SOURCE_ATTR):
+        if function is not None and not hasattr(function, WRAPPED_ATTR):
             wrapped = wrap(self, function)
-            setattr(wrapped, SOURCE_ATTR, True)
+            setattr(wrapped, WRAPPED_ATTR, True)
             self.train_function = wrapped
         return result
-
-    trainer.make_train_function = make_train_function

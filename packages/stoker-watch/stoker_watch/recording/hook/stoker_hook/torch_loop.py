@@ -6,16 +6,16 @@ One function per module of torch, called after the import of that module. Steps 
 import os
 from _thread import get_ident
 from collections import deque
-from functools import partial, wraps
+from functools import partial
 from sys import modules
 from time import monotonic
+from typing import Any
 from weakref import ref
 
 from .clock import (
     BUSY,
     COMM,
     COMPILE,
-    DEVICE,
     DEVICE_COMM,
     RANK,
     SYNCS,
@@ -27,12 +27,8 @@ from .clock import (
 )
 from .failures import report_failure
 from .instruments import patch_collectives as time_collectives
-from .instruments import time_compilations, timed
+from .instruments import replacing, time_compilations, timed
 from .mistakes import PLACE_ATTR, own_line
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def _report_torch_version() -> None:
@@ -47,6 +43,7 @@ def patch_dataloader(module: "Any") -> None:
     original_next = iterator_class.__next__
     grad_enabled = modules["torch"].is_grad_enabled
 
+    @replacing(iterator_class, "__next__")
     def __next__(self: "Any") -> "Any":
         if not clock.is_outside_phases():
             return original_next(self)
@@ -57,8 +54,6 @@ def patch_dataloader(module: "Any") -> None:
             clock.observe(clock.mistakes.batches.note, self, batch)
         return batch
 
-    __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
-    iterator_class.__next__ = __next__
     _time_worker_starts(module._MultiProcessingDataLoaderIter)
     # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
     patch_timed(module, "maybe_wait", "DataLoader.__iter__")
@@ -96,20 +91,13 @@ def _time_worker_starts(iterator_class: "Any") -> None:
     iterator_class._shutdown_workers = timed(iterator_class._shutdown_workers, begin)
 
 
-def _highest_lr(groups: "list[dict[str, Any]]") -> "Any":
-    """The highest rate of an optimizer's groups: one that is frozen may have 0. None: not numbers of Python."""
-    rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
-    return max(rates) if rates and len(rates) == len(groups) else None
-
-
 def patch_optimizers(module: "Any") -> None:
     """torch.optim.optimizer: optimizer steps; steps that a GradScaler skips do not count."""
 
     def after_step(optimizer: "Any", *_: "Any") -> None:
         groups = optimizer.param_groups
-        clock.count_optimizer_step(
-            optimizer, _highest_lr(groups), has_gradients=_have_gradients(groups), group=_first_parameter(groups)
-        )
+        lr, has_gradients, group = _read_groups(groups)
+        clock.count_optimizer_step(optimizer, lr, has_gradients=has_gradients, group=group)
         clock.observe(clock.mistakes.after_step, optimizer, groups, is_trained)
 
     def before_step(optimizer: "Any", *_: "Any") -> None:
@@ -121,7 +109,7 @@ def patch_optimizers(module: "Any") -> None:
 
     original = module.Optimizer.__init__
 
-    @wraps(original)
+    @replacing(module.Optimizer, "__init__")
     def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
         try:
             self.__dict__.setdefault(PLACE_ATTR, own_line())
@@ -129,27 +117,22 @@ def patch_optimizers(module: "Any") -> None:
             report_failure("optimizer", error)
         original(self, *args, **kwargs)
 
-    module.Optimizer.__init__ = __init__
     module.register_optimizer_step_pre_hook(before_step)
     module.register_optimizer_step_post_hook(after_step)
     clock.make_device_events = make_device_events
     _report_torch_version()
 
 
-def _first_parameter(groups: "Any") -> int:
-    """Tells groups of parameters from each other; loading a state replaces the groups, and not the parameters."""
+def _read_groups(groups: "Any") -> "tuple[Any, bool, int]":
+    """(highest learning rate, None: not numbers of Python; whether a parameter has a gradient; what tells parameters of
+    optimizers apart). A frozen group may have the rate 0; loading a state replaces groups, not parameters."""
     try:
-        return id(groups[0]["params"][0])
+        rates = [group.get("lr") for group in groups]
+        lr = max(rates) if all(isinstance(rate, (int, float)) for rate in rates) else None
+        has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
+        return lr, has_gradients, next((id(parameter) for group in groups for parameter in group["params"]), 0)
     except Exception:  # noqa: BLE001 (an optimizer whose groups are others than torch's)
-        return 0
-
-
-def _have_gradients(groups: "Any") -> bool:
-    """Whether any parameter of an optimizer has one; also of an optimizer whose groups are others than torch's."""
-    try:
-        return any(parameter.grad is not None for group in groups for parameter in group["params"])
-    except Exception:  # noqa: BLE001
-        return True
+        return None, True, 0
 
 
 def patch_backward(module: "Any") -> None:
@@ -157,34 +140,32 @@ def patch_backward(module: "Any") -> None:
     original = module.backward
     depth = 0  # with checkpointing, a backward may run others
 
-    @wraps(original)
-    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
+    @replacing(module, "backward")
+    def backward(*args: "Any", **kwargs: "Any") -> "Any":
         nonlocal depth
         is_training_thread = get_ident() == clock.thread_id
         if is_training_thread:
             clock.confirm_training()
-            if not depth and clock.enabled:
+            if not depth:
                 tensors = args[0] if args else kwargs.get("tensors")
                 create_graph = args[3] if len(args) > 3 else kwargs.get("create_graph")
                 retain_graph = args[2] if len(args) > 2 else kwargs.get("retain_graph")
-                clock.mistakes.before_backward(tensors, create_graph, retain_graph)
+                clock.observe(clock.mistakes.before_backward, tensors, create_graph, retain_graph)
         depth += is_training_thread
         try:
             original(*args, **kwargs)
         finally:
             depth -= is_training_thread
         if is_training_thread and not depth:
-            clock.mistakes.after_backward()
+            clock.observe(clock.mistakes.after_backward)
             if not clock.has_optimizer:
                 clock.count_backward(module)
-
-    module.backward = wrapper
 
 
 def patch_anomaly_mode(module: "Any") -> None:
     """torch.autograd.anomaly_mode: where the mode for debugging is turned on, as a function or with `with`."""
     for cls in (module.detect_anomaly, module.set_detect_anomaly):
-        cls.__init__ = timed(cls.__init__, lambda: clock.mistakes.note_place("anomaly"))
+        cls.__init__ = timed(cls.__init__, lambda: clock.observe(clock.mistakes.note_place, "anomaly"))
 
 
 def patch_modules(module: "Any") -> None:
@@ -219,12 +200,12 @@ def patch_modules(module: "Any") -> None:
         except Exception as error:  # noqa: BLE001
             clock.disable("eval", error)
 
+    @replacing(cls, "eval")
     def eval(self: "Any") -> "Any":
         begin_evaluation(self)
         return original_eval(self)
 
-    train.__wrapped__, eval.__wrapped__ = original_train, original_eval  # type: ignore[attr-defined]
-    cls.eval = eval
+    train.__wrapped__ = original_train  # type: ignore[attr-defined]
     evaluations.append(begin_evaluation)
 
 
@@ -239,13 +220,11 @@ def patch_pretrained(module: "Any") -> None:
         return
     original = cls.eval
 
-    @wraps(original)
+    @replacing(cls, "eval")
     def eval(self: "Any") -> "Any":
         for begin in evaluations:
             begin(self)
         return original(self)
-
-    cls.eval = eval
 
 
 def patch_serialization(module: "Any") -> None:
@@ -285,7 +264,7 @@ def patch_collectives(module: "Any") -> None:
     original = module.init_process_group
     patches: list[Any] = []
 
-    @wraps(original)
+    @replacing(module, "init_process_group")
     def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
         result = original(*args, **kwargs)
         try:
@@ -296,8 +275,6 @@ def patch_collectives(module: "Any") -> None:
         except Exception as error:  # noqa: BLE001
             clock.disable("init_process_group", error)
         return result
-
-    module.init_process_group = init_process_group
 
 
 def _task_has_several_ranks(world_size: int) -> bool:
@@ -318,13 +295,12 @@ def _begin_exchange() -> "Any":
     return partial(clock.device_events.end, DEVICE_COMM)
 
 
-def make_device_events(phase_clock: "Any") -> "Any":
+def make_device_events() -> "Any":
     """Events of this process, or None if torch does not use a CUDA device (ROCm is named CUDA too)."""
     torch = modules["torch"]
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():
         return None
-    phase_clock.values[DEVICE] = 1.0
     _count_syncs(torch)
     return DeviceEvents(lambda: cuda.Event(enable_timing=True), cuda.is_current_stream_capturing)
 
@@ -369,13 +345,13 @@ def _count_syncs(torch: "Any") -> None:
     """Counts `.item()` and `synchronize()`: after these the device is idle until the host issues new work."""
     item, synchronize = torch.Tensor.item, torch.cuda.synchronize
 
+    @replacing(torch.Tensor, "item")
     def counted_item(self: "Any") -> "Any":
         if self.is_cuda:
             clock.values[SYNCS] += 1.0
         return item(self)
 
+    @replacing(torch.cuda, "synchronize")
     def counted_synchronize(*args: "Any", **kwargs: "Any") -> "Any":
         clock.values[SYNCS] += 1.0
         return synchronize(*args, **kwargs)
-
-    torch.Tensor.item, torch.cuda.synchronize = counted_item, counted_synchronize
