@@ -60,7 +60,7 @@ def test_it_writes_lines_until_it_is_stopped(tmp_path: Path) -> None:
 def test_it_stops_in_the_middle_of_a_long_interval(tmp_path: Path) -> None:
     """A stop that waited for the interval would run into the test's time limit."""
     telemetry = TelemetrySampler(RunFolder(tmp_path, 1), interval_s=100_000)
-    telemetry.start()
+    telemetry.__enter__()
     telemetry.stop(timeout_s=100_000)
     assert not telemetry._thread.is_alive()
 
@@ -128,7 +128,7 @@ from stoker_watch.runs.records import RunFolder
 sampler.DRIVER_HANG_S = 0.4
 sampler.DRIVER_TIMEOUT_S = 0.1
 telemetry = sampler.TelemetrySampler(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
-telemetry.start()
+telemetry.__enter__()
 sys.stdin.read()
 telemetry.stop(30)
 left = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())

@@ -7,6 +7,7 @@ machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, proce
 temperature and memory errors are those of the whole GPU, and utilization is not available. Only this module, `sampler`
 and `stoker/hardware/device.py` contain CUDA's names."""
 
+import contextlib
 import ctypes
 import dataclasses
 import math
@@ -89,7 +90,7 @@ class Gpu:
     @property
     def handle(self) -> Any:
         """The handle for memory and processes: the slice if there is one."""
-        return self.device if self.mig_device is None else self.mig_device
+        return self.mig_device or self.device
 
     def query(self, function: Callable[..., Value], *arguments: Any) -> Value | None:
         """The result for the whole GPU; None if it has none. Raises GpuLost."""
@@ -109,30 +110,30 @@ def visible_gpus(visible: str | None) -> list[Gpu]:
         return [_first_mig_device(gpu) for gpu in all_gpus]
     selected: list[Gpu] = []
     for name in map(str.strip, visible.split(",")):
-        matches: list[Gpu] = []
-        if name.isdecimal():
-            matches = [_first_mig_device(gpu) for gpu in all_gpus if gpu.index == int(name)]
-        elif name.startswith("GPU-"):
-            opened = [(gpu, query(pynvml.nvmlDeviceGetUUID, gpu.device)) for gpu in all_gpus if gpu.device]
-            matches = [_first_mig_device(gpu) for gpu, uuid in opened if (uuid or "").startswith(name)]
-        elif name.startswith("MIG-") and (mig_device := query(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
-            parent = query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, mig_device)
-            matches = [
-                _make_mig_gpu(gpu, mig_device)
-                for gpu in all_gpus
-                if parent and gpu.device and handle_pointer(gpu.device) == handle_pointer(parent)
-            ]
+        matches = _gpus_named(name, all_gpus)
         if len(matches) != 1:
             break
         selected += matches
     return selected
 
 
+def _gpus_named(name: str, gpus: list[Gpu]) -> list[Gpu]:
+    if name.isdecimal():
+        return [_first_mig_device(gpu) for gpu in gpus if gpu.index == int(name)]
+    opened = [gpu for gpu in gpus if gpu.device is not None]
+    if name.startswith("GPU-"):
+        uuids = [query(pynvml.nvmlDeviceGetUUID, gpu.device) or "" for gpu in opened]
+        return [_first_mig_device(gpu) for gpu, uuid in zip(opened, uuids, strict=True) if uuid.startswith(name)]
+    mig_device = query(pynvml.nvmlDeviceGetHandleByUUID, name) if name.startswith("MIG-") else None
+    parent = mig_device and query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, mig_device)
+    found = [gpu for gpu in opened if parent and handle_pointer(gpu.device) == handle_pointer(parent)]
+    return [_make_mig_gpu(gpu, mig_device) for gpu in found]
+
+
 def _open_gpu(index: int) -> Gpu:
-    try:
+    with contextlib.suppress(GpuLost):
         return Gpu(index, query(pynvml.nvmlDeviceGetHandleByIndex, index))
-    except GpuLost:
-        return Gpu(index, None)
+    return Gpu(index, None)
 
 
 def _first_mig_device(gpu: Gpu) -> Gpu:
@@ -172,9 +173,9 @@ class GpuSampler:
         if not self.gpus and self.reason is None:
             none_visible = f"CUDA_VISIBLE_DEVICES={visible!r} selects none of the driver's GPUs"
             self.reason = "the driver has no GPU" if visible is None else none_visible
-        self._lost = {i for i, gpu in enumerate(self.gpus) if gpu.device is None}
+        self._lost = [i for i, gpu in enumerate(self.gpus) if gpu.device is None]
         if self._lost:
-            self.reason = f"GPU {', '.join(str(self.gpus[i].index) for i in sorted(self._lost))} does not answer"
+            self.reason = f"GPU {', '.join(str(self.gpus[i].index) for i in self._lost)} does not answer"
         self._gpm_counters = [GpmCounters(gpu) for gpu in self.gpus]
         self._slow_values: list[dict[str, Any]] = [{} for _ in self.gpus]
         self._num_samples = 0
@@ -210,7 +211,7 @@ class GpuSampler:
                 self._slow_values[i] = {**_slow_readings(gpu), "other_processes": _count_other_processes(gpu, own_pids)}
             return GpuSample(index=gpu.index, **_fast_readings(gpu), **self._slow_values[i], **counters)
         except GpuLost as lost:
-            self._lost.add(i)
+            self._lost.append(i)
             self.reason = f"GPU {gpu.index} does not answer any more: {lost}"
             return GpuSample(index=gpu.index)
 
@@ -404,6 +405,7 @@ def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
         rows = gpu.query(pynvml.nvmlDeviceGetRemappedRows)
         persistence = gpu.query(pynvml.nvmlDeviceGetPersistenceMode)
         processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, gpu.handle)
+        found = [GpuProcess(pid=one.pid, memory_bytes=one.usedGpuMemory) for one in processes or ()]
         return GpuState(
             sample=sample,
             name=query(pynvml.nvmlDeviceGetName, gpu.handle),
@@ -411,9 +413,7 @@ def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
             compute_mode=gpu.query(pynvml.nvmlDeviceGetComputeMode),
             rows_pending=None if rows is None else bool(rows[2]),
             rows_failed=None if rows is None else bool(rows[3]),
-            processes=None
-            if processes is None
-            else [GpuProcess(pid=process.pid, memory_bytes=process.usedGpuMemory) for process in processes],
+            processes=None if processes is None else found,
         )
     except GpuLost as lost:
         return GpuState(sample=sample, lost=str(lost))

@@ -212,9 +212,7 @@ class HostSampler:
         self._processes = ProcessTreeSampler(self._root_pid, proc)
         self._other_processes = OtherProcesses()
         self._shm = "/dev/shm" if pid is None else f"{proc}/{pid}/root/dev/shm"
-        self._free_bytes_worker = (
-            None if run_dir is None else TimeoutWorker(lambda: machine.free_bytes(run_dir), name="free bytes")
-        )
+        self._free_bytes = TimeoutWorker(lambda: None if run_dir is None else machine.free_bytes(run_dir), name="disk")
         self._sample_count = 0
         self._slow_values: dict[str, Any] = {}
         self._time_s, self._counters, _ = self._read_counters()
@@ -228,13 +226,11 @@ class HostSampler:
         self._time_s, self._counters = now_s, counters
         values: dict[str, Any] = {}
         for name, now in counters.items():
-            was = before[name]
-            values[name] = None if was is None or now is None else max(type(now)(0), now - was)
-        for name in RATES:
-            if values[name] is not None:
-                values[name] = values[name] / (now_s - before_s) if now_s > before_s else None
-        for name in PRESSURE:
-            values[name] = None if values[name] is None else min(1.0, values[name])
+            was, values[name] = before[name], None
+            if was is not None and now is not None and (name not in RATES or now_s > before_s):
+                increase = max(type(now)(0), now - was)
+                rate = increase / (now_s - before_s) if name in RATES else increase
+                values[name] = min(1.0, rate) if name in PRESSURE else rate
         if self._sample_count % SLOW_SAMPLE_EVERY == 0:
             self._slow_values = self._read_slow_values()
         self._sample_count += 1
@@ -259,19 +255,16 @@ class HostSampler:
 
     def close(self) -> None:
         """Ends the thread that queries the folder, unless it hangs."""
-        if self._free_bytes_worker is not None:
-            self._free_bytes_worker.stop()
+        self._free_bytes.stop()
 
     def _read_slow_values(self) -> dict[str, Any]:
         open_fds, max_fds = max_open_fds(self._processes.pids)
-        worker = self._free_bytes_worker
-        try:
+        cores = None
+        with contextlib.suppress(ProcessLookupError):  # the job ended
             cores = usable_cores(self._root_pid, self._cgroup)
-        except ProcessLookupError:  # the job ended
-            cores = None
         return {
             "cpu_limit_cores": cores,
-            "disk_free_bytes": None if worker is None else worker.call(FREE_BYTES_TIMEOUT_S),
+            "disk_free_bytes": self._free_bytes.call(FREE_BYTES_TIMEOUT_S),
             "open_fds": open_fds,
             "max_fds": max_fds,
         }

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -200,17 +200,13 @@ def read_kernel_lines(start_s: float = 0.0, *, log: Path = Path("/dev/kmsg")) ->
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # dmesg_restrict, a container, not Linux
         return None
-    lines: list[KernelLine] = []
     try:
-        while record := _next_record(fd):
-            line = parse_record(record)
-            if line is not None and line.monotonic_s >= start_s:
-                lines.append(line)
+        lines = [line for record in _records(fd) if (line := parse_record(record)) is not None]
     except PermissionError:  # some kernels refuse only the read
         return None
     finally:
         os.close(fd)
-    return lines
+    return [line for line in lines if line.monotonic_s >= start_s]
 
 
 def parse_record(record: bytes) -> KernelLine | None:
@@ -224,13 +220,14 @@ def parse_record(record: bytes) -> KernelLine | None:
     return None if kind is None else KernelLine(monotonic_s=int(fields[2]) / 1e6, kind=kind, text=text)
 
 
-def _next_record(fd: int) -> bytes:
-    """The next record; empty at the end."""
+def _records(fd: int) -> Iterator[bytes]:
     while True:
         try:
-            return os.read(fd, _RECORD_BYTES)
+            if not (record := os.read(fd, _RECORD_BYTES)):
+                return
+            yield record
         except BlockingIOError:
-            return b""
+            return
         except OSError as error:
             if error.errno != errno.EPIPE:  # EPIPE: overwritten before it was read; the next one is complete
                 raise

@@ -59,20 +59,17 @@ class TelemetrySampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._thread_main, name="telemetry", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> "TelemetrySampler":
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends the thread; after `timeout_s`, a thread that hangs is abandoned (it is a daemon)."""
         self._stop.set()
         self._thread.join(timeout_s)
-
-    def __enter__(self) -> "TelemetrySampler":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def _thread_main(self) -> None:
         is_lacking = False
@@ -223,19 +220,16 @@ class XidListener:
 
 def _register_events(handles: list[Any]) -> Any:
     """NVML's event set; None if no GPU reports errors."""
-    if not handles:
-        return None
-    try:
-        events = pynvml.nvmlEventSetCreate()
-    except pynvml.NVMLError:  # not supported by this driver
-        return None
-    any_registered = False
-    for handle in handles:
-        with contextlib.suppress(pynvml.NVMLError):  # not supported by this GPU
-            if pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
-                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
-                any_registered = True
-    if any_registered:
-        return events
-    pynvml.nvmlEventSetFree(events)
+    with contextlib.suppress(pynvml.NVMLError):  # not supported by this driver
+        events = pynvml.nvmlEventSetCreate() if handles else None
+        num_registered = 0
+        for handle in handles:
+            with contextlib.suppress(pynvml.NVMLError):  # not supported by this GPU
+                if pynvml.nvmlDeviceGetSupportedEventTypes(handle) & pynvml.nvmlEventTypeXidCriticalError:
+                    pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+                    num_registered += 1
+        if num_registered:
+            return events
+        if handles:
+            pynvml.nvmlEventSetFree(events)
     return None

@@ -15,26 +15,24 @@ INTERVAL_S, TIMEOUT_S = 10.0, 20.0
 """Interval and limit of `tpu-info`, which is a program in Python: each run costs about a second of a core."""
 
 
+_CELL = r"\s*[|│┃]\s*"
+_RUNTIME = re.compile(rf"^{_CELL}(\d+){_CELL}([\d.]+) GiB / ([\d.]+) GiB{_CELL}(?:([\d.]+)%)?", re.MULTILINE)
+_CORE = re.compile(rf"^{_CELL}(\d+){_CELL}([\d.]+)%{_CELL}$", re.MULTILINE)
+"""Rows of the tables "TPU Runtime Utilization" and "TensorCore Utilization"."""
+
+
 def parse_tpu_info(output: str) -> list[GpuSample]:
     """The chips in the tables of `tpu-info`: memory, duty cycle, use of the TensorCore; absent: it is not printed."""
     samples: dict[int, GpuSample] = {}
-    section = ""
-    for line in output.splitlines():
-        cells = [cell.strip() for cell in re.split(r"[|│┃]", line)[1:-1]]
-        if len(cells) < 2:
-            section = line.strip() or section
-            continue
-        if not cells[0].isdigit():
-            continue
-        percent = re.fullmatch(r"([\d.]+)%", cells[-1])
-        memory = re.fullmatch(r"([\d.]+) GiB / ([\d.]+) GiB", cells[1])
-        if "Runtime Utilization" in section and memory:
-            used, total = (round(float(value) * GIB) for value in memory.groups())
-            sample = GpuSample(index=int(cells[0]), memory_used_bytes=used, memory_total_bytes=total)
-            sample.utilization = None if percent is None else float(percent[1]) / 100
-            samples[sample.index] = sample
-        elif "TensorCore Utilization" in section and percent and int(cells[0]) in samples:
-            samples[int(cells[0])].tensor_active = float(percent[1]) / 100
+    for chip, used, total, duty in _RUNTIME.findall(output):
+        used_bytes, total_bytes = (round(float(value) * GIB) for value in (used, total))
+        samples[int(chip)] = GpuSample(
+            index=int(chip), memory_used_bytes=used_bytes, memory_total_bytes=total_bytes,
+            utilization=float(duty) / 100 if duty else None,
+        )  # fmt: skip
+    for core, percent in _CORE.findall(output):
+        if int(core) in samples:
+            samples[int(core)].tensor_active = float(percent) / 100
     return list(samples.values())
 
 
