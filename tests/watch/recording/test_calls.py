@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker_watch.recording.calls import find_call, find_loop, is_after_step
+from stoker_watch.recording.calls import find_call, find_loop
 
 SOURCE = """\
 import copy, gc
@@ -127,7 +127,7 @@ for epoch in range(3):
 def test_lines_after_the_step_of_a_training_loop(line: int, function: str, is_after: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOOPS)
-    assert is_after_step(str(script), line, function) is is_after
+    assert find_loop(str(script), line, function).is_after_step is is_after
 
 
 STEPS = """\
@@ -167,7 +167,7 @@ for fold in range(5):
 def test_loops_inside_of_a_training_step(line: int, function: str, where: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEPS)
-    found = find_loop(str(script), line, function)._asdict()
+    found = find_loop(str(script), line, function)._asdict() | {"is_after_step": False}
     assert [name for name, is_so in found.items() if is_so] == where.split()
 
 
@@ -215,8 +215,8 @@ def test_a_function_may_take_the_step_of_a_loop(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(STEPPER)
-    assert is_after_step(str(script), line, function) is is_after
-    found = find_loop(str(script), line, function)._asdict()
+    assert find_loop(str(script), line, function).is_after_step is is_after
+    found = find_loop(str(script), line, function)._asdict() | {"is_after_step": False}
     assert [name for name, is_so in found.items() if is_so] == where.split()
 
 
@@ -249,8 +249,8 @@ for images, labels in loader:
 def test_updates_of_tensorflow_and_jax_are_steps(line: int, is_after: bool, where: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UPDATES)
-    assert is_after_step(str(script), line, "<module>") is is_after
-    found = find_loop(str(script), line, "<module>")._asdict()
+    assert find_loop(str(script), line, "<module>").is_after_step is is_after
+    found = find_loop(str(script), line, "<module>")._asdict() | {"is_after_step": False}
     assert [name for name, is_so in found.items() if is_so] == where.split()
 
 
@@ -293,8 +293,8 @@ def test_a_method_of_an_imported_file_may_take_the_step(
     agent.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(RUNS_AGENT)
     agent.write_text(AGENT)
-    assert is_after_step(str(script), line, "<module>") is is_after
-    found = find_loop(str(script), line, "<module>")._asdict()
+    assert find_loop(str(script), line, "<module>").is_after_step is is_after
+    found = find_loop(str(script), line, "<module>")._asdict() | {"is_after_step": False}
     assert [name for name, is_so in found.items() if is_so] == where.split()
 
 
@@ -302,4 +302,4 @@ def test_a_bar_of_progress_takes_no_step(tmp_path: Path) -> None:
     """Without the agent, nothing in the loop is known to train."""
     script = tmp_path / "main.py"
     script.write_text(RUNS_AGENT)
-    assert not any(is_after_step(str(script), line, "<module>") for line in range(1, 14))
+    assert not any(find_loop(str(script), line, "<module>").is_after_step for line in range(1, 14))

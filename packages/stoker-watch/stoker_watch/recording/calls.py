@@ -78,17 +78,6 @@ _NO_SCOPE = ast.Module([], [])
 _REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-@functools.lru_cache(maxsize=4096)
-def is_after_step(file: str, line: int, function: str) -> bool:
-    """Whether a line of a training loop comes after its step: of the loops around the line, in the function of that
-    name, the innermost one that takes a step of an optimizer does so in a line before."""
-    source = _read_source(file)
-    scope = _find_scope(source, line, function)
-    around = [node for node in _nodes(scope) if isinstance(node, _LOOPS) and _covers(node, line)]
-    steps = next((steps for loop in reversed(around) if (steps := _step_lines(source, loop))), [])
-    return bool(steps) and line > max(steps)
-
-
 class LoopLine(NamedTuple):
     has_step: bool
     """The function runs the training step: a backward pass or a step of an optimizer."""
@@ -98,6 +87,8 @@ class LoopLine(NamedTuple):
     """The line is in a loop that is not the training loop, nor one around it."""
     without_grad: bool = False
     """Gradients are off in the line (`with torch.no_grad()`, `@torch.inference_mode()`)."""
+    is_after_step: bool = False
+    """Of the loops around the line, the innermost one that takes a step of an optimizer does so in a line before."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,7 +108,9 @@ def find_loop(file: str, line: int, function: str) -> LoopLine:
     entered += scope.decorator_list if isinstance(scope, ast.FunctionDef) else []
     without_grad = any(_PATTERNS["without_grad"].search(ast.unparse(each)) for each in entered)
     in_loop = is_inner and (in_step or not steps)
-    return LoopLine(has_step=bool(steps), in_step=in_step, in_loop=in_loop, without_grad=without_grad)
+    own_steps = (_step_lines(source, loop) for loop in reversed(around) if isinstance(loop, _LOOPS))
+    is_after_step = line > max(next(filter(None, own_steps), [line]))
+    return LoopLine(bool(steps), in_step, in_loop, without_grad, is_after_step)
 
 
 def _find_scope(source: _Source | None, line: int, function: str) -> ast.AST:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stoker_watch.knowledge import read_toml
-from stoker_watch.recording.calls import WRAPPER, find_call, find_loop, is_after_step, is_wrapper, read_source_lines
+from stoker_watch.recording.calls import WRAPPER, LoopLine, find_call, find_loop, is_wrapper, read_source_lines
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS, Place, StackWindow
 
 MAX_FRAMES = 5
@@ -347,7 +347,7 @@ def find_callers(stack: Sequence[Frame], cwd: str = "", at: Frame | None = None)
 def _line_after_step(stack: Sequence[Frame]) -> Frame | None:
     """The frame of the training loop, if it is in a line after the step; None: it is not."""
     for index, frame in reversed([*enumerate(stack)]):
-        if is_job_code(frame) and is_after_step(frame.file, frame.line, _base_name(frame.function)):
+        if is_job_code(frame) and _loop_line(frame).is_after_step:
             # a function of the line itself, as a lambda, says more than the line
             while index and stack[index - 1][1:3] == frame[1:3]:
                 index -= 1
@@ -367,7 +367,7 @@ def _line_in_loop(stack: Sequence[Frame], *, without_grad: bool = False) -> Fram
             if found is not None and not without_grad and is_file_of("trainer", frame.file):
                 return found
             continue
-        at = find_loop(frame.file, frame.line, _base_name(frame.function))
+        at = _loop_line(frame)
         if found is None and at.in_loop and (at.without_grad or not without_grad):
             found = frame
         if at.has_step:
@@ -378,7 +378,11 @@ def _line_in_loop(stack: Sequence[Frame], *, without_grad: bool = False) -> Fram
 def _line_without_gradients(stack: Sequence[Frame]) -> Frame | None:
     """The outermost frame of own code in a line with gradients off, of a stack that runs layers; None: none."""
     own = reversed([frame for frame in stack if is_job_code(frame)]) if _any_in("layer", stack) else ()
-    return next((one for one in own if find_loop(one.file, one.line, _base_name(one.function)).without_grad), None)
+    return next((frame for frame in own if _loop_line(frame).without_grad), None)
+
+
+def _loop_line(frame: Frame) -> LoopLine:
+    return find_loop(frame.file, frame.line, _base_name(frame.function))
 
 
 def find_part(stack: Sequence[Frame]) -> str:

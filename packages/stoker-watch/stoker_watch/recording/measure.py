@@ -284,8 +284,8 @@ class Measure:
     def _write(self, *, wait: bool = False) -> None:
         """wait: for the device."""
         self._torch_hooks.flush()
-        if wait:
-            self._torch_hooks.wait()
+        if wait and self._torch_hooks.device is not None:
+            self._torch_hooks.device.synchronize()
         self._window_start_s = time.perf_counter()
         breakdown = self._ledger.window(0.0)
         scalars, not_finite = self._scalars.take(self._torch_hooks.device, wait=wait)

@@ -1,9 +1,8 @@
 """Samples the stacks of this process from a child: a thread would see only where the interpreter's lock is free.
 
-`SamplingProcess` records a loop inside of `measure` as the stacks of a watched job are (`record`).
-`TrainingStacks` is for the trainer: its frames get the same names wherever it is installed, loader threads are told by
-their function, and the child hands its lines back, as only rank 0 may have the run folder. How stacks are read and
-what they say: `stacks.py`, `remote_stacks.py`, `frames.py`.
+`record` is for a loop inside of `measure`, whose stacks are recorded as those of a watched job. `TrainingStacks` is for
+the trainer: its frames get the same names wherever it is installed, loader threads are told by their function, and the
+child hands its lines back, as only rank 0 may have the run folder. How stacks are read: `stacks.py`.
 
 The child is in a session of its own and ignores signals for the job. It ends when it is asked to, and when the process
 that it samples has gone.

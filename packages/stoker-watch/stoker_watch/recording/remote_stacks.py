@@ -95,14 +95,13 @@ class RemoteStacks:
         self._cpu_clock = cpu_clock
         self._bytes_left, self._end_cpu_s = MAX_SAMPLE_BYTES, cpu_clock() + MAX_SAMPLE_CPU_S
         """What this sample may still read, and when it has to end."""
-        runtime, self.version = _find_runtime(pid)
+        self._runtime, self.version = _find_runtime(pid)
         self._main_id = _namespace_id(pid)
         try:
             self._cwd = os.readlink(f"/proc/{pid}/cwd")
             self._memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, ProcessLookupError) as error:
             raise EndedError from error
-        self._runtime = runtime
         self._code_type = 0
         self._frames: dict[tuple[int, int], Frame | None] = {}
         self._functions: dict[int, _Function] = {}
@@ -332,7 +331,7 @@ class RemoteStacks:
     def _kernel_id(self, thread_id: int, main_thread: int) -> int:
         """Before Python 3.11: the ID in the C library's structure of a thread, at its `thread_id`; where that is, the
         one of the main thread shows. If it is not found: thread_id."""
-        try:
+        with contextlib.suppress(_ChangedError):
             if self._kernel_id_offset is None:
                 found = struct.unpack("<480i", self._bytes(main_thread + _THREAD_HEADER_BYTES, 1920))
                 self._kernel_id_offset = 0
@@ -340,8 +339,6 @@ class RemoteStacks:
                     self._kernel_id_offset = _THREAD_HEADER_BYTES + 4 * found.index(self._main_id)
             if self._kernel_id_offset:
                 return int.from_bytes(self._bytes(thread_id + self._kernel_id_offset, 4), "little")
-        except _ChangedError:
-            pass
         return thread_id
 
     def _word(self, address: int) -> int:
@@ -495,13 +492,9 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
         with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:  # a process may have 65,530 lines of 4 KiB
             for line in maps:
                 is_empty, folder = False, folder or _PYTHON_FOLDER.search(line)
-                fields = line.rstrip("\n").split(maxsplit=5)
-                if (
-                    len(fields) == 6
-                    and int(fields[2], 16) == 0
-                    and (fields[5] == program or _LIBRARY.search(fields[5]))
-                ):
-                    starts.setdefault(fields[5], int(fields[0].partition("-")[0], 16))
+                addresses, _, offset, _, _, name = [*line.rstrip("\n").split(maxsplit=5), ""][:6]
+                if int(offset, 16) == 0 and (name == program or _LIBRARY.search(name)):
+                    starts.setdefault(name, int(addresses.partition("-")[0], 16))
     except (FileNotFoundError, ProcessLookupError) as error:
         raise EndedError from error
     if is_empty:

@@ -142,9 +142,8 @@ class SampledProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.role = ""
-        self.cpu_s = 0.0
-        self.recent_cpu_s = 0.0
-        """Since the poll before the newest one."""
+        self.cpu_s = self.recent_cpu_s = 0.0
+        """The latter since the poll before the newest one."""
         self.failures, self.seen_s = 0, time.monotonic()
         self.is_given_up = False
         """It is sampled no more: it may not be read, or its memory is forged."""
@@ -200,11 +199,8 @@ class StackSampler:
         """PID and start → process."""
         self._not_python: dict[tuple[int, int], str] = {}
         """The same → program."""
-        self._rate_hz = MAX_RATE_HZ
-        self._cost_s = 0.0
-        """CPU-seconds of a sample of all processes."""
-        self._num_rates = 0
-        """How often the rate was set."""
+        self._rate_hz, self._cost_s, self._num_rates = MAX_RATE_HZ, 0.0, 0
+        """CPU-seconds of a sample of all processes; how often the rate was set."""
         self._last_failure = "no Python process of the job was seen"
         self._any_sampled = self._is_unreadable = False
         self._start_s = self._next_poll_s = time.monotonic()

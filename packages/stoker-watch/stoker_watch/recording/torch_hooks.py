@@ -72,11 +72,6 @@ class TorchHooks:
         while self._compilations:
             self._ledger.attribute("compile", *self._compilations.popleft())
 
-    def wait(self) -> None:
-        """Waits until the device has finished. Raises RuntimeError if it failed."""
-        if self.device is not None:
-            self.device.synchronize()
-
     def peak_bytes(self) -> int:
         """Peak allocated memory of the device; without a device, the resident memory of this process."""
         return psutil.Process().memory_info().rss if self.device is None else self.device.peak_bytes()

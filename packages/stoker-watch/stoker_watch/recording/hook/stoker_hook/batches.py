@@ -48,7 +48,9 @@ class BatchFinder:
         if tensors:
             self._place = self._place or self._line()
             largest = sorted(tensors, key=lambda tensor: -tensor.numel())[:MAX_TENSORS]
-            values = tuple(_values(tensor) for tensor in largest)
+            flat = [tensor.reshape(-1) for tensor in largest]
+            read = [tuple(part[:: max(1, part.numel() // MAX_READ)][: 2 * MAX_READ].tolist()) for part in flat]
+            values = tuple((tuple(tensor.shape), some) for tensor, some in zip(largest, read))  # noqa: B905 (Python 3.8)
             others = tuple(part for part in parts if isinstance(part, (str, bytes, int, float)) or part is None)
             is_known = len(tensors) + len(others) == len(parts) < MAX_PARTS  # all that may differ is seen
             number = getattr(iterator, "_num_yielded", 0)
@@ -115,14 +117,10 @@ def _is_readable(tensor: "Any") -> bool:
     return bool(is_plain and tensor.dim() and tensor.is_contiguous())
 
 
-def _values(tensor: "Any") -> "tuple[Any, ...]":
-    flat = tensor.reshape(-1)
-    return tuple(tensor.shape), tuple(flat[:: max(1, flat.numel() // MAX_READ)][: 2 * MAX_READ].tolist())
-
-
 def _labels(tensors: "list[Any]") -> "tuple[int, int] | None":
     """The least and the greatest class of the samples; None if it is not known which tensor has them."""
-    found = [tensor for tensor in tensors if tensor.dim() == 1 and tensor.numel() >= MIN_SAMPLES and _is_whole(tensor)]
+    columns = [tensor for tensor in tensors if tensor.dim() == 1 and tensor.numel() >= MIN_SAMPLES]
+    found = [tensor for tensor in columns if str(tensor.dtype)[6:] in ("int64", "int32", "int16", "uint8")]
     return (int(found[0].min()), int(found[0].max())) if len(found) == 1 else None
 
 
@@ -130,10 +128,6 @@ def _are_pixels(tensor: "Any", read: "tuple[Any, ...]") -> bool:
     """Whether these are images with numbers that are no longer whole, but still those of pixels."""
     is_image = tensor.dim() == 4 and tensor.is_floating_point() and {tensor.shape[1], tensor.shape[3]} & {1, 3}
     return bool(is_image and read) and min(read) >= 0 and PIXELS[0] < max(read) <= PIXELS[1]
-
-
-def _is_whole(tensor: "Any") -> bool:
-    return str(tensor.dtype) in ("torch.int64", "torch.int32", "torch.int16", "torch.uint8")
 
 
 def _num_samples(iterator: "Any", tensors: "list[Any]") -> int:

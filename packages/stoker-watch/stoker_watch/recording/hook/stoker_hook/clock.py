@@ -36,13 +36,11 @@ SLOTS = (
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
 """The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
-machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
-newest training loader, −1 if not known. `worker_starts`: loaders with worker processes that were started after the
-first step; `worker_start_s`: seconds of starting and ending these, in other slots as well. `steps_without_gradients`:
-steps of the optimizer in which no parameter of it had a gradient. `recompiles`: traces of functions traced before, −1
-if not known; `recompiled_s`: seconds of those of the function that took most (JAX). `current_slot`: index of the
-running slot. `device`: 1 if `busy` and `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow
-that fetch their batches themselves."""
+machine); the training thread's CPU-seconds in each of them follow. `workers`: processes of the newest training loader.
+`worker_starts`: loaders with worker processes that were started after the first step; `worker_start_s`: seconds of
+starting and ending these, in other slots as well. `recompiles`: traces of functions traced before; `recompiled_s`:
+seconds of those of the function that took most (JAX). −1: not known. `device`: 1 if `busy` and `device_comm` are
+seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, STEPS, BATCHES, IMAGES, LR,
  DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES, WORKER_STARTS, WORKER_START_S,

@@ -12,7 +12,7 @@ nothing is timed. Not timed: calls of a ConcreteFunction, sessions of TensorFlow
 import os
 import sys
 from _thread import get_ident
-from functools import partial, wraps
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -364,16 +364,12 @@ def patch_epoch_iterator(module: "Any") -> None:
 
 
 def patch_torch_trainer(module: "Any") -> None:
-    def wrap_step(self: "Any", step: "Any") -> "Any":
-        @wraps(step)
-        def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
-            result = step(*args, **kwargs)
-            clock.count_optimizer_step(self, None)
-            return result
+    def run_step(self: "Any", step: "Any") -> "Any":
+        result = step()
+        clock.count_optimizer_step(self, None)
+        return result
 
-        return wrapper
-
-    _patch_trainer(module.TorchTrainer, "torch", wrap_step)
+    _patch_trainer(module.TorchTrainer, "torch", run_step)
 
 
 def begin_fit() -> "Any":
@@ -383,22 +379,18 @@ def begin_fit() -> "Any":
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    def wrap_step(self: "Any", step: "Any") -> "Any":
-        def train_function(*args: "Any", **kwargs: "Any") -> "Any":
-            # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
-            if not state.in_fit or not clock.is_outside_phases():
-                return step(*args, **kwargs)
-            steps = int(getattr(self, "steps_per_execution", 1) or 1)
-            return run_graph_step(self, lambda: step(*args, **kwargs), steps)
-
-        return train_function
+    def run_step(self: "Any", step: "Any") -> "Any":
+        # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
+        if not state.in_fit or not clock.is_outside_phases():
+            return step()
+        return run_graph_step(self, step, int(getattr(self, "steps_per_execution", 1) or 1))
 
     module.TensorFlowTrainer.fit = timed(module.TensorFlowTrainer.fit, begin_fit)
-    _patch_trainer(module.TensorFlowTrainer, "tensorflow", wrap_step)
+    _patch_trainer(module.TensorFlowTrainer, "tensorflow", run_step)
 
 
-def _patch_trainer(trainer: "Any", backend: str, wrap: "Any") -> None:
-    """Times evaluations, and wraps each model's train_function when it is created."""
+def _patch_trainer(trainer: "Any", backend: str, run_step: "Any") -> None:
+    """Times evaluations, and each model's train_function from when it is created. run_step: calls it."""
     patch_timed(trainer, "eval", "evaluate", "predict", "predict_on_batch")
     clock.publish(f"Keras {getattr(sys.modules.get('keras.src.version'), '__version__', '')} on {backend}")
     original = trainer.make_train_function
@@ -406,9 +398,8 @@ def _patch_trainer(trainer: "Any", backend: str, wrap: "Any") -> None:
     @replacing(trainer, "make_train_function")
     def make_train_function(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         result = original(self, *args, **kwargs)
-        function = self.train_function
-        if function is not None and not hasattr(function, WRAPPED_ATTR):
-            wrapped = wrap(self, function)
-            setattr(wrapped, WRAPPED_ATTR, True)
-            self.train_function = wrapped
+        step = self.train_function
+        if step is not None and not hasattr(step, WRAPPED_ATTR):
+            self.train_function = lambda *args, **kwargs: run_step(self, partial(step, *args, **kwargs))
+            setattr(self.train_function, WRAPPED_ATTR, True)
         return result

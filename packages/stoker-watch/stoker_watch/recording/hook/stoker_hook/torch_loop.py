@@ -243,10 +243,7 @@ def patch_transformers(module: "Any") -> None:
     def begin() -> "Any":
         """All batches of a step before its first backward, which would look like an evaluation."""
         clock.is_fetching_for_training = True
-        return end
-
-    def end() -> None:
-        clock.is_fetching_for_training = False
+        return partial(setattr, clock, "is_fetching_for_training", False)
 
     if hasattr(module.Trainer, "get_batch_samples"):  # from version 4.46 on
         module.Trainer.get_batch_samples = timed(module.Trainer.get_batch_samples, begin)
