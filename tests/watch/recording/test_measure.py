@@ -512,7 +512,7 @@ with stoker_watch.measure(run) as m:
             while True:
                 os.write(m._stacks._fd, bytes(65536))
         except BlockingIOError:
-            m._stacks.note_steps()
+            m._stacks.send("steps")
     elif what == "forges the pipe":
         os.write(m._stacks._fd, b"\\xff" * 1000)
         sampler.wait()
