@@ -182,9 +182,8 @@ class MistakeFinder:
             self.report("class_loss", own_line(), classes=classes)
 
     def after_backward(self) -> None:
-        if not _is_compiling():
-            for watched in self._watched.values():
-                watched.end_backward()
+        for watched in self._watched.values():
+            watched.end_backward()
 
     def before_step(self, optimizer: "Any") -> None:
         key = id(optimizer)

@@ -127,10 +127,11 @@ def _read_groups(groups: "Any") -> "tuple[Any, bool, int]":
     """(highest learning rate, None: not numbers of Python; whether a parameter has a gradient; what tells parameters of
     optimizers apart). A frozen group may have the rate 0; loading a state replaces groups, not parameters."""
     try:
-        rates = [group.get("lr") for group in groups]
-        lr = max(rates) if all(isinstance(rate, (int, float)) for rate in rates) else None
+        rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
+        lr = max(rates) if len(rates) == len(groups) else None
         has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
-        return lr, has_gradients, next((id(parameter) for group in groups for parameter in group["params"]), 0)
+        first = groups[0]["params"]
+        return lr, has_gradients, id(first[0]) if first else 0
     except Exception:  # noqa: BLE001 (an optimizer whose groups are others than torch's)
         return None, True, 0
 
