@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 ALL: dict[str, tuple[str, ...]] = {
     **{name: () for name in ("index", "ledger", "evaluate", "step", "startup")},
     "plan": ("--second",),
-    **{name: () for name in ("loader", "end_to_end", "storage", "cache", "gil", "ranks", "stages")},
+    **{name: () for name in ("loader", "end_to_end", "storage", "cache", "gil", "ranks")},
     "shard_loading": (),
 }
 """What `all` measures, about 45 minutes: name → options. Each result is written to results/NAME-cpu.json."""

@@ -48,7 +48,6 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "shard_loading": ("stoker/data/formats/webdataset.py", "stoker/data/packing.py", *LOADING),
     "scale": TRAINING,
     "search": ("stoker/search",),
-    "stages": ("stoker/training/stages.py", *MODELS),
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
     "step": MODELS,
     "storage": ("stoker_watch/storage",),

@@ -107,7 +107,7 @@ COUNTS = {
 EVENTS = [
     ("started", {"output_offset": 5, "output_head": 7, "coverage": {"inside the job": "recorded: torch"}, "ranks": 2,
                  "job": {"pid": 4_000_000, "start_ticks": 9, "boot": "x"}, "price_per_device_hour": 2.5}),
-    ("resumed", {"settings": {"workers": 4}, "stages": 2, "measured": "train", "ranks": 2, "output_offset": 9}),
+    ("resumed", {"settings": {"workers": 4}, "measured": "train", "ranks": 2, "output_offset": 9}),
     ("info", {"facts": {"num_images": 9, "boxes": 200, "pretrained": ["coco"], "median_pixels": 3e6, "workers": 3,
                         "anchor_coverage": 0.2, "anchor_sizes": [32.0, 64.0], "recompiled": "f",
                         "predicted_step_s": 0.1, "predicted_step_error": 0.2,

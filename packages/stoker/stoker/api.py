@@ -12,7 +12,7 @@ from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.training import run as training_run
-from stoker.training.local_ranks import RankRequest, Result, TrainOptions, choose_devices, must_start_ranks, run_ranks
+from stoker.training.local_ranks import RankRequest, Result, TrainOptions, must_start_ranks, run_ranks
 from stoker_watch.errors import UsageError
 from stoker_watch.monitor.options import MonitoringOptions
 
@@ -63,7 +63,6 @@ def train(
         log_format=log_format,
         verbose=verbose,
     )
-    devices = choose_devices(devices, user_config.run.stages)
     if devices is not None and must_start_ranks(devices):
         return run_ranks(devices, RankRequest(settings=user_config.set_fields(), options=options))
     return training_run.train(user_config, options)

@@ -115,7 +115,6 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"nodes": "2:3"}, "--nodes 2:3 needs a --batch-size"),
     ({"nodes": "3", "batch": {"batch_size": 8}}, "cannot be divided equally among 3 devices"),
     ({"nodes": "2:3", "batch": {"batch_size": 8, "mosaic": 0.5}, "devices": 2}, "among 4 to 6 devices"),
-    ({"nodes": "3:5", "batch": {"stages": 2}}, "--stages 2 needs as many devices, not 3 to 5 devices"),
     ({"resume": "gs://bucket/run"}, "What should be trained on?"),
     ({"secret": ("KEY=wandb/key",)}, "cloud has no secrets for --secret"),
     ({"secret": ("KEY=value",)}, "'KEY' is not a variable, a secret and a key of it"),
@@ -329,7 +328,7 @@ def test_launching_works_where_torch_is_absent() -> None:
 
 @pytest.mark.parametrize(("stored", "batch", "nodes", "chosen"), [
     (None, {"batch_size": 8}, 3, 2), (None, {"batch_size": 12}, 3, 3), (None, {"batch_size": 12, "mosaic": 0.5}, 2, 1),
-    (None, {"stages": 2}, 3, 2), (None, {"batch_size": 7}, 3, 1), ("8\nmosaic = 0", {"batch_size": 12}, 3, 2),
+    (None, {"batch_size": 7}, 3, 1), ("8\nmosaic = 0", {"batch_size": 12}, 3, 2),
     ("8", {}, 7, 4), (None, {}, 3, 3),
 ])  # fmt: skip
 def test_the_most_nodes_that_can_share_the_batch(
@@ -339,7 +338,7 @@ def test_the_most_nodes_that_can_share_the_batch(
         with RunFolderOf(tmp_path) as folder:
             folder.event("started", "started")
         (tmp_path / "config.toml").write_text(
-            f"[run]\nbatch_size = {stored}\n[reasons]\nstages = 'each device has the whole model'\n"
+            f"[run]\nbatch_size = {stored}\n[reasons]\nshard = 'each device has the whole model'\n"
         )
     assert choose_nodes(str(tmp_path), batch, devices=1, least=1, nodes=nodes) == chosen
 

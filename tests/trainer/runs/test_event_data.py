@@ -31,7 +31,7 @@ from tests.watch.report.runs import START_T, write_run
 ROOT = Path(__file__).parents[3]
 HOSTILE = ["text", [1], {"a": 1}, None, -1, 0.5, -(10**30), 10**30, 10**400, True, [[]], {"ap": "x"}, [{"kind": 3}]]
 KINDS = {
-    "started": ["output_offset", "output_head", "coverage", "job", "ranks", "stages", "price_per_device_hour"],
+    "started": ["output_offset", "output_head", "coverage", "job", "ranks", "price_per_device_hour"],
     "resumed": ["output_offset", "coverage", "job", "settings", "measured"],
     "info": ["facts", "coverage", "workers", "kernels"],
     "warning": ["not_finite", "empty_inputs", "storage", "alert_delivery"],

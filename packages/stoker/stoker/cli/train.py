@@ -60,10 +60,9 @@ def train(
         command = [sys.executable, "-m", "stoker", *without_restarts(sys.argv[1:])]
         sys.exit(Supervisor(command, restarts).run())
     starts_ranks = False
-    if devices is not None or config.run.stages is not None:
-        from stoker.training.local_ranks import RankRequest, choose_devices, must_start_ranks, run_ranks
+    if devices is not None:
+        from stoker.training.local_ranks import RankRequest, must_start_ranks, run_ranks
 
-        devices = choose_devices(devices, config.run.stages)
         starts_ranks = not dry_run and must_start_ranks(devices)
     if not starts_ranks:
         with quick_imports():

@@ -72,7 +72,6 @@ class Settings(TypedDict, total=False):
     compile: bool
     cuda_graph: bool
     shard: bool
-    stages: int
     sync: str
     precision: Literal["fp32", "bf16", "fp16"]
     device: str

@@ -180,9 +180,6 @@ class RunSettings:
     """Replay the whole step as one CUDA graph: less work for the host, more memory. No GPU has tried it yet."""
     shard: bool = AUTO
     """Divide weights, gradients and optimizer state among the devices (FSDP): for models too big for one."""
-    stages: int = AUTO
-    """Cut the model into so many consecutive stages, one on each device, through which micro-batches flow: for models
-    too big for one, on slow links."""
     sync: str = AUTO
     """How devices keep one model: plain, bf16, powersgd:4, every:8, auto."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
@@ -212,11 +209,6 @@ class RunSettings:
     """Price of a device-hour, for the ledger; 0 when unknown."""
 
     @property
-    def num_stages(self) -> int:
-        """`stages` as a number; 1: the model is not cut."""
-        return self.stages or 1
-
-    @property
     def num_workers(self) -> int:
         """`workers` as a number; 0: it is tuned while training."""
         return 0 if self.workers == "auto" else self.workers
@@ -224,7 +216,7 @@ class RunSettings:
 
 Section = DataSettings | ModelSettings | OptimSettings | RunSettings
 
-PER_ATTEMPT = frozenset({"stages", "workers", "worker_processes", "checkpoint_every"})
+PER_ATTEMPT = frozenset({"workers", "worker_processes", "checkpoint_every"})
 """Settings that change neither weights nor scores: each attempt of a run may have others."""
 
 

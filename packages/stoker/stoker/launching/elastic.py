@@ -16,7 +16,7 @@ from stoker.training.cluster import can_divide
 from stoker_watch.errors import StokerError
 from stoker_watch.runs.records import open_run, read_settings
 
-SETTINGS = ("batch_size", "mosaic", "stages")
+SETTINGS = ("batch_size", "mosaic")
 """That decide it. The run has them from its first start on; before, those that the user set count."""
 
 

@@ -277,9 +277,6 @@ def _check_batch(spec: LaunchSpec) -> None:
     counts = [nodes * spec.devices for nodes in range(spec.min_nodes, spec.max_nodes + 1)]
     if not any(can_divide(batch, count) for count in counts):
         among = f"{counts[0]} devices" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} devices"
-        if (batch.get("stages") or 1) > 1:
-            what = f"--stages {batch['stages']} needs as many devices, not {among}."
-            raise UsageError(what, fix="--nodes, --devices")
         unit = counts[0] * (4 if batch.get("mosaic") else 1)
         raise UsageError(
             f"--batch-size {batch['batch_size']} is the total, and cannot be divided equally among {among}.",

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stoker.models.detector import Backbone, Part
 from stoker.models.layers.convolutions import StridedConv2d, conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind
 from stoker.models.networks import (
@@ -49,36 +48,20 @@ class IntermediateLayerGetter(nn.Module):
             self.add_module(name, child)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        return self.run([x], 0, len(list(self.children())))
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
-        → the same after `stop` children."""
-        children = list(self.named_children())
-        is_map = [name in self.return_layers for name, _ in children]
-        x, maps = flow[-1], flow if start and is_map[start - 1] else flow[:-1]
-        if not start and self.training and x.device.type == "cpu" and not x.requires_grad:
-            frozen = [] if torch.compiler.is_compiling() else self._leading_frozen(children[:stop])
+        children, maps = list(self.named_children()), []
+        if self.training and x.device.type == "cpu" and not x.requires_grad and not torch.compiler.is_compiling():
+            frozen = self._leading_frozen(children)
             if len(frozen) > 1 and len(x) > 1:
                 first = nn.Sequential(*(module for _, module in frozen))
                 x = torch.cat([first(image) for image in torch.split(x, 1)])
-                start = len(frozen)
-                if is_map[start - 1]:
-                    maps = [*maps, x]
-        for number in range(start, stop):
-            x = children[number][1](x)
-            if is_map[number]:
-                maps = [*maps, x]
-        return maps if is_map[stop - 1] else [*maps, x]
-
-    def groups(self) -> list[range]:
-        """Numbers of consecutive children: one with convolutions, and those without after it, some of them in-place."""
-        starts = [
-            number
-            for number, child in enumerate(self.children())
-            if not number or any(isinstance(module, nn.Conv2d) for module in child.modules())
-        ]
-        return [range(a, b) for a, b in itertools.pairwise([*starts, len(list(self.children()))])]
+                children = children[len(frozen) :]
+                if frozen[-1][0] in self.return_layers:
+                    maps.append(x)
+        for name, child in children:
+            x = child(x)
+            if name in self.return_layers:
+                maps.append(x)
+        return maps
 
     def _leading_frozen(self, children: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         """The leading children without trainable parameters and batch statistics, up to the first returned one."""
@@ -93,7 +76,7 @@ class IntermediateLayerGetter(nn.Module):
         return frozen
 
 
-class BackboneWithNeck(Backbone):
+class BackboneWithNeck(nn.Module):
     """Images [B, 3, H, W] → `neck(maps of return_layers)`, finest first. neck_name: its name in `state_dict`."""
 
     body: IntermediateLayerGetter
@@ -106,20 +89,6 @@ class BackboneWithNeck(Backbone):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         return self.get_submodule(self.neck_name)(self.body(images))
-
-    def parts(self) -> list[Part]:
-        names = [name for name, _ in self.body.named_children()]
-        groups = [names[group.start : group.stop] for group in self.body.groups()]
-        return [
-            *(Part(group[0], tuple(f"body.{name}." for name in group)) for group in groups),
-            Part(self.neck_name, (f"{self.neck_name}.",)),
-        ]
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        groups = self.body.groups()
-        if start < len(groups):
-            flow = self.body.run(flow, groups[start].start, groups[min(stop, len(groups)) - 1].stop)
-        return flow if stop <= len(groups) else self.get_submodule(self.neck_name)(flow)
 
 
 class FeaturePyramidNetwork(nn.Module):

@@ -36,32 +36,6 @@ class ClassHeadSpec(NamedTuple):
     """False: an embedding of the classes."""
 
 
-class Part(NamedTuple):
-    name: str
-    prefixes: tuple[str, ...]
-    """Beginnings of the names of its tensors in the backbone."""
-
-
-class Backbone(nn.Module):
-    """A network that makes feature maps of images in consecutive parts, between which `training/stages.py` can cut it.
-
-    A flow is what goes from one part to the next, a list of tensors [B, C, h, w]: maps for later parts or the heads,
-    and last the features that the next part starts with. The first part gets [images], the last one gives the maps.
-    """
-
-    def parts(self) -> list[Part]:
-        """Its parts, in their order. No part begins with an operator that changes its input in place."""
-        raise NotImplementedError
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The flow before part `start` → the flow after part `stop` - 1; start < stop."""
-        raise NotImplementedError
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        """images: normalized, [B, 3, H, W]. Returns the maps, finest first."""
-        return self.run([images], 0, len(self.parts()))
-
-
 class Detector(DerivedBuffers):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
@@ -80,7 +54,7 @@ class Detector(DerivedBuffers):
     """Beginnings of the names of what a classifier's weights fill."""
 
     backbone: nn.Module
-    """A `Backbone`, unless a subclass has a `forward` of its own."""
+    """Makes maps, finest first, of normalized images [B, 3, H, W], unless a subclass has a `forward` of its own."""
     pixel_mean: Tensor
     pixel_std: Tensor
     pixel_shift: Tensor

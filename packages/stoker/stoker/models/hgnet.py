@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.knowledge import read_toml
-from stoker.models.detector import Backbone, Part
 from stoker.models.layers.convolutions import conv_norm, pad_and_fold, upsample_2x
 from stoker.models.layers.norms import NORMS, Norm, NormKind, trainable_norm
 from stoker.models.layers.transformer import EncoderLayer, SinePositions
@@ -132,7 +131,7 @@ class HGStage(nn.Module):
         return self.blocks(self.downsample(x))
 
 
-class HGNetBackbone(Backbone):
+class HGNetBackbone(nn.Module):
     """A network of HGNETS and an encoder, which makes the maps of the decoder from those of the last `num_maps` stages;
     for one map the lite one. trainable_stages: of stem and stages, from the last of five; others: of the encoder."""
 
@@ -160,19 +159,12 @@ class HGNetBackbone(Backbone):
             part.requires_grad_(False)
         pad_and_fold(self.body)
 
-    def parts(self) -> list[Part]:
-        stages = [f"stages.{number}" for number in range(len(self.body["stages"]))]  # type: ignore[arg-type]
-        return [
-            *(Part(f"body.{name}", (f"body.{name}.",)) for name in ["stem", *stages]),
-            Part("encoder", ("encoder.",)),
-        ]
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        networks = [self.body["stem"], *self.body["stages"]]  # type: ignore[misc]
-        for number in range(start, min(stop, len(networks))):
-            kept = flow if number > len(networks) - self.num_maps else []
-            flow = [*kept, networks[number](flow[-1])]
-        return self.encoder(flow) if stop > len(networks) else flow
+    def forward(self, images: Tensor) -> list[Tensor]:
+        x, maps = self.body["stem"](images), list[Tensor]()
+        for stage in self.body["stages"]:  # type: ignore[attr-defined]
+            x = stage(x)
+            maps = [*maps, x][-self.num_maps :]
+        return self.encoder(maps)
 
 
 class RepBlock(nn.Module):

@@ -20,7 +20,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.hardware.xla import device_of_constants
-from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
+from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.dfine import ANCHOR_SIZE, make_class_layer, point_boxes
 from stoker.models.layers.boxes import GridSize, batched_gather
 from stoker.models.layers.deformable_attention import DeformableAttention
@@ -82,11 +82,11 @@ class ViTLayer(nn.Module):
         return x + self.layer_scale2(self.mlp(self.norm2(x)))
 
 
-class WindowedViT(Backbone):
+class WindowedViT(nn.Module):
     """Images [B, 3, H, W] → the outputs of its four stages, each [B, WIDTH, H / PATCH, W / PATCH].
 
-    Each window has a class token of its own. Between parts, tokens are two maps of windows: [B · WINDOWS², WIDTH, 1, 1]
-    and [B · WINDOWS², WIDTH, h, w]. positions: side of the grid of learned positions; they are resized for other sizes.
+    Each window has a class token of its own. positions: side of the grid of learned positions; they are resized for
+    other sizes. trainable_stages: of the embeddings and the stages, from the last of five.
     """
 
     def __init__(self, positions: int, trainable_stages: int) -> None:
@@ -105,37 +105,25 @@ class WindowedViT(Backbone):
                 nn.init.zeros_(module.bias)
         for token in (self.cls_token, self.position_embeddings):
             nn.init.trunc_normal_(token, std=0.02)
-        frozen = [name for part in self.parts()[: 5 - trainable_stages] for name in part.prefixes]
+        embeddings = ("patch_embeddings.", "cls_token", "position_embeddings")
+        num_frozen_layers = (4 - trainable_stages) * LAYERS_PER_STAGE
+        frozen = (*embeddings, *(f"layers.{number}." for number in range(num_frozen_layers)))
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(not name.startswith(tuple(frozen)))
+            is_frozen = trainable_stages == 0 or (trainable_stages < 5 and name.startswith(frozen))
+            parameter.requires_grad_(not is_frozen)
 
-    def parts(self) -> list[Part]:
-        stages = [
-            [f"layers.{number}." for number in range(first, first + LAYERS_PER_STAGE)]
-            for first in range(0, DEPTH, LAYERS_PER_STAGE)
-        ]
-        stages[-1].append("layernorm.")
-        embeddings = Part("embeddings", ("patch_embeddings.", "cls_token", "position_embeddings"))
-        return [embeddings, *(Part(f"stage{n}", tuple(names)) for n, names in enumerate(stages, 1))]
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        *maps, last = flow
-        if start == 0:
-            maps, class_tokens, patches = [], *self._embed(last)
-        else:
-            *maps, class_tokens, patches = flow
+    def forward(self, images: Tensor) -> list[Tensor]:
+        class_tokens, patches = self._embed(images)
         size = patches.shape[2:]
         tokens = torch.cat((class_tokens.flatten(2), patches.flatten(2)), 2).transpose(1, 2)
-        for stage in range(max(start, 1), stop):
-            for number in range((stage - 1) * LAYERS_PER_STAGE, stage * LAYERS_PER_STAGE):
-                tokens = self.layers[number](tokens)
-            windows = tokens[:, 1:].unflatten(0, (-1, WINDOWS, WINDOWS)).unflatten(3, size)
-            whole = windows.permute(0, 5, 1, 3, 2, 4)  # [B, WIDTH, windows, h, windows, w]
-            maps.append(whole.flatten(4, 5).flatten(2, 3))
-        if stop == len(self.parts()):
-            return [self.layernorm(some.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) for some in maps]
-        by_channel = tokens.transpose(1, 2)
-        return [*maps, by_channel[:, :, :1, None], by_channel[:, :, 1:].unflatten(2, size)]
+        maps = []
+        for number, layer in enumerate(self.layers, 1):
+            tokens = layer(tokens)
+            if number % LAYERS_PER_STAGE == 0:
+                windows = tokens[:, 1:].unflatten(0, (-1, WINDOWS, WINDOWS)).unflatten(3, size)
+                whole = windows.permute(0, 5, 1, 3, 2, 4)  # [B, WIDTH, windows, h, windows, w]
+                maps.append(whole.flatten(4, 5).flatten(2, 3))
+        return [self.layernorm(some.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) for some in maps]
 
     def _embed(self, images: Tensor) -> tuple[Tensor, Tensor]:
         patches = self.patch_embeddings(images)

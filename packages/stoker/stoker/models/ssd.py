@@ -21,7 +21,7 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import BACKBONES, freeze_stages
-from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
+from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (
     AnchorGenerator,
     GridSize,
@@ -48,7 +48,7 @@ PIXEL_STD_255 = 58.0
 """Standard deviation of ImageNet pixels in 0 … 255 (0.229 · 255)."""
 
 
-class VGG(Backbone):
+class VGG(nn.Module):
     """VGG-16 up to conv4_3 (L2-normalized, scale 20), conv5, fc6 and fc7 as convolutions, four downsampling blocks
     (SSD, arXiv 1512.02325, figure 2). Images [B, 3, H, W], no side below 32, → six maps."""
 
@@ -92,23 +92,15 @@ class VGG(Backbone):
             ]
         )
 
-    def parts(self) -> list[Part]:
-        extra = [Part(f"extra.{n}", (f"extra.{n}.",)) for n in range(len(self.extra))]
-        return [Part("features", ("features.", "scale_weight")), *extra]
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        x = flow[-1]
-        # Between the first two parts the flow is the normalized map and the features as they are.
-        maps = flow[:-1] if start <= 1 else flow
-        if not start:
-            x = self.features(x)
-            with torch.autocast(x.device.type, enabled=False):  # squares of activations in the hundreds overflow fp16
-                normalized = functional.normalize(at_least_fp32(x))
-                maps = [(self.scale_weight[:, None, None] * normalized).to(x.dtype)]
-        for number in range(max(1, start), stop):
-            x = self.extra[number - 1](x)
-            maps = [*maps, x]
-        return [*maps, x] if stop == 1 else maps
+    def forward(self, images: Tensor) -> list[Tensor]:
+        x = self.features(images)
+        with torch.autocast(x.device.type, enabled=False):  # squares of activations in the hundreds overflow fp16
+            normalized = functional.normalize(at_least_fp32(x))
+            maps = [(self.scale_weight[:, None, None] * normalized).to(x.dtype)]
+        for block in self.extra:
+            x = block(x)
+            maps.append(x)
+        return maps
 
 
 def _conv(in_channels: int, out_channels: int, kernel_size: int, *, padding: int = 0, dilation: int = 1) -> nn.Conv2d:
@@ -141,7 +133,7 @@ def _downsampling_block(in_channels: int, hidden_channels: int, second: nn.Conv2
     return nn.Sequential(first, nn.ReLU(inplace=True), second, nn.ReLU(inplace=True))
 
 
-class MobileNet(Backbone):
+class MobileNet(nn.Module):
     """MobileNetV3-large up to the expansion of its 13th block, the rest of it, four downsampling blocks (arXiv
     1905.02244, section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
@@ -169,15 +161,11 @@ class MobileNet(Backbone):
         )
         self.out_channels = (672, width, 512, 256, 256, 128)
 
-    def parts(self) -> list[Part]:
-        names = [f"{name}.{n}" for name in ("features", "extra") for n in range(len(self.get_submodule(name)))]  # type: ignore[arg-type]
-        return [Part(name, (f"{name}.",)) for name in names]
-
-    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
-        x, maps = flow[-1], flow if start else []
-        for layer in [*self.features, *self.extra][start:stop]:
+    def forward(self, images: Tensor) -> list[Tensor]:
+        x, maps = images, []
+        for layer in [*self.features, *self.extra]:
             x = layer(x)
-            maps = [*maps, x]
+            maps.append(x)
         return maps
 
 

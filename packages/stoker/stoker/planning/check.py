@@ -281,13 +281,12 @@ def try_batch(user_config: Config, num_devices: int = 1) -> MemoryFitResult:
     model, (height, width) = config.model.model, config.data.image_size
     batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
     images_per_s = estimate_images_per_second(get_architecture(model), config.data.image_size)
-    parts = 1 if config.run.num_stages > 1 else num_devices  # of a batch, one on each device
     used, tried, speed, about = "", "counted", "", " about"
     if not device.is_cpu:
-        trials, end = try_sizes(dry_run, [batch_size // parts // micro_batches])
+        trials, end = try_sizes(dry_run, [batch_size // num_devices // micro_batches])
         if not trials:
             raise StokerError("The batch that fitted at first does not fit again.", cause=end)
-        images_per_s = parts / trials[0].seconds_per_image
+        images_per_s = num_devices / trials[0].seconds_per_image
         used, about = f": {fmt.memory(trials[0].peak_bytes, dry_run.budget_bytes)}", ""
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())

@@ -13,7 +13,7 @@ from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import check_pretrained, read_weights, shapes_only
 from stoker.training.cluster import Devices
-from stoker.training.defaults.checks import check_devices, check_micro_batches, check_user_settings
+from stoker.training.defaults.checks import check_micro_batches, check_user_settings
 from stoker_watch.errors import PreflightError
 from stoker_watch.storage.uri import is_uri
 
@@ -24,12 +24,12 @@ def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> No
     run, weights = config.run, config.model.weights
     check_user_settings(config, None, _device_called(run.device or "cuda"), devices)
     if config.model.model is not None and (sees_files or not config.model.model.endswith(".toml")):
-        _check_model(config, devices)
+        _check_model(config)
     is_file = weights not in (None, *PRETRAINED_NAMES, "none") and not is_uri(weights)
     if sees_files and is_file and not (path := local_path(weights)).exists():
         read_weights(path)  # raises, and names what is there
     if run.batch_size is not None and config.optim.grad_accum_steps is not None:
-        check_micro_batches(config, 1 if run.num_stages > 1 else devices.count)
+        check_micro_batches(config, devices.count)
 
 
 def _device_called(name: str) -> Device:
@@ -41,7 +41,7 @@ def _device_called(name: str) -> Device:
         raise PreflightError(f"There is no device called {name!r}.", cause=cause, choices=choices) from error
 
 
-def _check_model(config: Config, devices: Devices) -> None:
+def _check_model(config: Config) -> None:
     defaults = get_architecture(config.model.model).defaults
     check_settings(config.model)
     check_pretrained(config.model)
@@ -50,5 +50,3 @@ def _check_model(config: Config, devices: Devices) -> None:
     if config.model.anchor_sizes is not None:
         with shapes_only():
             build(config.model, 1)
-    if config.run.num_stages > 1:
-        check_devices(config, devices.count)

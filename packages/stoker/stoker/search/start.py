@@ -118,7 +118,7 @@ def make_study(request: SearchRequest) -> tuple[StudySpec, Config]:
     for name in space.settings:
         if name in config.set_fields():
             raise ConfigError(f"--{name.replace('_', '-')} is set and searched.", fix="leave out one of them")
-        if resolved.config.set_fields().get(name) is None and name not in ("mosaic", "stages"):
+        if resolved.config.set_fields().get(name) is None and name != "mosaic":
             raise ConfigError(f"The model {resolved.config.model.model} has no {name}.", location=request.space)
     if space.size() < request.trials:
         raise ConfigError(

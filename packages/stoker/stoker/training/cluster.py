@@ -141,10 +141,8 @@ def find_route(address: str, port: int) -> tuple[str, str]:
 
 
 def can_divide(settings: Mapping[str, Any], count: int) -> bool:
-    """Whether so many devices get equal parts of the batch, with mosaics of whole groups of four images, or a stage
-    each. settings: `batch_size`, `mosaic`, `stages`; those that are not set are chosen to fit."""
-    if (settings.get("stages") or 1) > 1:
-        return count in (1, settings["stages"])
+    """Whether so many devices get equal parts of the batch, with mosaics of whole groups of four images.
+    settings: `batch_size`, `mosaic`; those that are not set are chosen to fit."""
     unit = count * (4 if settings.get("mosaic") else 1)
     return count == 1 or not (settings.get("batch_size") or 0) % unit
 

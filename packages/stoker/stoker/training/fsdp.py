@@ -73,9 +73,6 @@ class Sharding:
         }
         model.load_state_dict(own)
 
-    def collect(self, model: nn.Module) -> None:
-        """FSDP collects the parameters of each part when it computes with them."""
-
     def reshard(self, model: nn.Module) -> None:
         """Frees what a forward pass without a backward pass left whole; it would be used again after an update."""
         assert isinstance(model, FSDPModule)
@@ -120,7 +117,6 @@ class Fsdp(MultiProcess):
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
         sharding = self.optimizer.sharding
         assert sharding is not None
-        sharding.collect(model)
         try:
             yield
         finally:

@@ -78,13 +78,6 @@ class Result:
         (folder / RESULT).write_bytes(msgspec.json.encode(self, enc_hook=str))
 
 
-def choose_devices(devices: int | None, stages: int | None) -> int | None:
-    """`--devices`, or as many as `--stages`, unless this process is a rank of a job already."""
-    if devices is None and stages is not None and stages > 1 and find_place() is None:
-        return stages
-    return devices
-
-
 def must_start_ranks(devices: int | None) -> bool:
     """Whether this process starts ranks: `--devices` is several, and it is not one of them already. Raises ConfigError
     if the number does not fit the job that this process is a rank of."""

@@ -1,7 +1,6 @@
 """Torch's optimizers for the groups of parameters of a model, and what they compute in operators that XLA has."""
 
 import inspect
-import itertools
 import math
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,14 +31,12 @@ class Clipped(NamedTuple):
 
 def make_optimizer(
     model: nn.Module, settings: OptimSettings, parts: dict[nn.Parameter, nn.Parameter]
-) -> tuple[torch.optim.Optimizer, list[float], list[dict[int, bool]]]:
-    """(optimizer, factor of the learning rate of each of its groups, number of each parameter of the group in the whole
-    model → whether this rank has it). parts: parameter of the model → what is optimized: itself, or this rank's rows;
-    without those of other stages."""
-    groups, counter = _group_parameters(model, settings), itertools.count()
-    numbers = [{next(counter): parameter in parts for parameter in group} for group in groups.values()]
+) -> tuple[torch.optim.Optimizer, list[float]]:
+    """(optimizer, factor of the learning rate of each of its groups). parts: parameter of the model → what is
+    optimized: itself, or this rank's rows."""
+    groups = _group_parameters(model, settings)
     param_groups: list[dict[str, Any]] = [
-        {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
+        {"params": [parts[parameter] for parameter in group], "weight_decay": decay}
         | ({"is_matrix": True} if is_muons else {})
         for (_, decay, is_muons), group in groups.items()
     ]
@@ -55,7 +52,7 @@ def make_optimizer(
         )
         optimizer._warned_capturable_if_run_uncaptured = True  # most runs have no graph
         _create_state(optimizer, moments=("exp_avg", "exp_avg_sq"), counts_steps=True)
-    return optimizer, [lr_mult for lr_mult, *_ in groups], numbers
+    return optimizer, [lr_mult for lr_mult, *_ in groups]
 
 
 def _group_parameters(model: nn.Module, settings: OptimSettings) -> dict[tuple[float, float, bool], list[nn.Parameter]]:

@@ -134,10 +134,6 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> SingleProcess:
     """Makes what this training needs. torch.distributed is not imported for one process."""
     if setup.ranks.alone:
         return SingleProcess(setup, log_event)
-    if setup.is_staged:
-        from stoker.training.stages import Pipeline
-
-        return Pipeline(setup, log_event)
     if setup.config.run.shard:
         from stoker.training.fsdp import Fsdp
 

@@ -30,10 +30,8 @@ def copy_stats(model: nn.Module, flat: Tensor, *, into_model: bool) -> None:
 def flatten_norm_stats(model: nn.Module) -> Tensor:
     """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it. With XLA it
     is a copy (`copy_stats`): what its batch norm writes into a view does not reach the tensor."""
-    devices = [parameter.device for parameter in model.parameters()]
-    device = next((device for device in devices if device.type != "meta"), devices[0])  # not that of other stages
+    device = next(model.parameters()).device
     buffers = [(module, name, getattr(module, name)) for module, name in stats_of(model)]
-    buffers = [buffer for buffer in buffers if buffer[2].is_meta == (device.type == "meta")]
     if not buffers:
         return torch.zeros(0, device=device)
     flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in buffers])

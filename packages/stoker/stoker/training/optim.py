@@ -28,16 +28,13 @@ from stoker.training.norm_stats import copy_stats, flatten_norm_stats
 
 
 class ModelDivision(Protocol):
-    """How a model is divided among ranks: `fsdp.Sharding` by rows of each tensor, `stages.Stages` by parts."""
+    """How a model is divided among ranks (`fsdp.Sharding`, whose module imports torch.distributed)."""
 
     def shard(self, model: nn.Module) -> None:
         """Divides the tensors of a model, in place, and moves what is this rank's to the device."""
 
-    def collect(self, model: nn.Module) -> None:
-        """Before an evaluation: the model can compute outputs until `reshard`."""
-
     def reshard(self, model: nn.Module) -> None:
-        """Frees what is not this rank's."""
+        """After an evaluation: frees what is not this rank's."""
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor."""
@@ -55,8 +52,7 @@ class ModelDivision(Protocol):
 class OptimizerStep:
     """The optimizer of a model, and its EMA weights. model: on the device and initialized; ema_model: the weights to
     evaluate and save, `model` itself if `settings.ema_decay` is 0; sharding: divides the parameters of both among the
-    ranks and moves them to the device: all numbers but the norm of the gradient are then of this rank's rows or stage.
-    """
+    ranks and moves them to the device: all numbers but the norm of the gradient are then of this rank's rows."""
 
     def __init__(
         self,
@@ -79,8 +75,7 @@ class OptimizerStep:
         """Running statistics of all trained BatchNorms [N]."""
         self._good_norm_stats = self.norm_stats.clone()
         self._ema_norm_stats = flatten_norm_stats(self.ema_model) if settings.ema_decay else self.norm_stats
-        # Parameters of other stages are there without values.
-        self._parameters = [p for p in model.parameters() if p.requires_grad and (sharding is None or not p.is_meta)]
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parts = {parameter: _own_part(parameter) for parameter in self._parameters}
         self._trainable_params: list[Tensor] = list(parts.values())
         self.names = [n for n, p in model.named_parameters() if p in parts]
@@ -89,7 +84,7 @@ class OptimizerStep:
         self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in self.names]
         self.is_updated = False
         """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
-        self._optimizer, self._lr_mults, self._numbers = make_optimizer(model, settings, parts)
+        self._optimizer, self._lr_mults = make_optimizer(model, settings, parts)
         self._muon = Muon(self._optimizer) if settings.optimizer == "muon" else None
         self.completed_steps: int | Tensor = 0
         """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
@@ -132,10 +127,7 @@ class OptimizerStep:
         for parameter, part in zip(self._parameters, self._trainable_params, strict=True):
             if part is not parameter:
                 part.grad = None if parameter.grad is None else _rows_of(parameter.grad)
-        gradients = self._gradients()
-        if not gradients:  # a stage whose parameters are all frozen
-            return torch.zeros((), device=self.norm_stats.device)
-        return torch.nn.utils.get_total_norm(gradients)
+        return torch.nn.utils.get_total_norm(self._gradients())
 
     def clip(self, grad_norm: Tensor | None = None) -> Clipped:
         """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part."""
@@ -257,8 +249,6 @@ class OptimizerStep:
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "model": self.model.state_dict()}
         if self.sharding is not None:
             state["optimizer"]["state"] = self._distributed_state(self.sharding)
-            for group, numbers in zip(state["optimizer"]["param_groups"], self._numbers, strict=True):
-                group["params"] = list(numbers)
         if self.loss_scale is not None:
             state["scale"] = [self.loss_scale, self._growth_tracker]
         return state
@@ -282,8 +272,8 @@ class OptimizerStep:
         `load_state_dict` would replace the tensors, the learning rates, and the flags of another device."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
-        for parameter, number in zip(parameters, self._own_numbers(), strict=True):
-            saved_state = saved["state"].get(ids[number], {})
+        for parameter, saved_id in zip(parameters, ids, strict=True):
+            saved_state = saved["state"].get(saved_id, {})
             for name, tensor in self._optimizer.state[parameter].items():
                 whole = saved_state.get(name, torch.zeros(()))
                 tensor.copy_(whole if self.sharding is None or not whole.dim() else self.sharding.rows(whole))
@@ -301,12 +291,8 @@ class OptimizerStep:
         else:
             self.sharding.load(model, weights)
 
-    def _own_numbers(self) -> list[int]:
-        """Numbers among the parameters of the whole model, in the optimizer's order."""
-        return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
-
     def _distributed_state(self, sharding: ModelDivision) -> dict[int, dict[str, Tensor]]:
-        """Number of the parameter in the whole model → the optimizer's state, as `ModelDivision.gather` takes it."""
+        """Number of the parameter → the optimizer's state, as `ModelDivision.gather` takes it."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {
@@ -314,7 +300,7 @@ class OptimizerStep:
                 name: sharding.distributed(tensor, divided[part]) if tensor.dim() else tensor
                 for name, tensor in self._optimizer.state[part].items()
             }
-            for number, part in zip(self._own_numbers(), parts, strict=True)
+            for number, part in enumerate(parts)
         }
 
 

@@ -1,9 +1,9 @@
 """How the processes of a training compute a step together, and what they agree on.
 
 `SingleProcess` is a training of one process: it exchanges nothing, and what it knows, all know. It is the interface of
-`ddp.Ddp` and `ddp.Periodic` (each process has the whole model and a part of the batch), `fsdp.Fsdp` (and the rows of
-each parameter) and `stages.Pipeline` (a stage of the model). The loop and its services call the same methods of each
-and never ask which it is. All processes call each method at the same step.
+`ddp.Ddp` and `ddp.Periodic` (each process has the whole model and a part of the batch) and `fsdp.Fsdp` (and the rows of
+each parameter). The loop and its services call the same methods of each and never ask which it is. All processes call
+each method at the same step.
 """
 
 import contextlib
@@ -42,8 +42,6 @@ class SingleProcess(PlainStep):
 
     can_be_captured = True
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
-    can_be_compiled = True
-    """Whether its step can be compiled: a run that was started on one device may ask for it."""
     exchanges_in_backward = False
     """Whether gradients are exchanged during the backward pass, as they become ready. Weights that are cast all at once
     have theirs only at its end."""
@@ -53,7 +51,7 @@ class SingleProcess(PlainStep):
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         run = setup.config.run
         self.setup, self.log_event = setup, log_event
-        self.compiles = run.compile and self.can_be_compiled
+        self.compiles = run.compile
         """Whether `warm_up` compiles the step."""
         is_whole = setup.optimizer.sharding is None
         self._cast_together = is_whole and not self.exchanges_in_backward

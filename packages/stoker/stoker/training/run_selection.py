@@ -48,7 +48,7 @@ def choose_run(
                 f"--weights {resume}",
             )
         refuse_finished(path, None, display_path(path))
-        started = _read_user_config(path).replace(**{"stages": None, **user_config.of_attempt()})
+        started = _read_user_config(path).replace(**user_config.of_attempt())
         return path, started, _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
@@ -219,12 +219,9 @@ def open_run_folder(
         data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
         first = from_toml(path / CONFIG)[0].of_attempt()
         changed = {name: value for name, value in config.of_attempt().items() if value != first.get(name)}
-        changed.pop("stages", None)  # told below
         if changed:
             text = f"{text}, with {' '.join(f'--{flag_of(name)} {value}' for name, value in sorted(changed.items()))}"
             data["settings"] = changed
-        if num_ranks > 1 and config.run.num_stages > 1:
-            data["stages"] = config.run.stages
         if restart is not None:
             text = f"{text}, restart {restart.number} of {restart.limit} after {restart.reason}"
             data |= {"restart": msgspec.to_builtins(restart)}
@@ -258,12 +255,9 @@ def _read_user_config(path: Path) -> Config:
 
 
 def _has_settings(path: Path, user_config: Config) -> bool:
-    """Whether the run was started with these settings, but for the number of stages; False if this version cannot read
-    them."""
+    """Whether the run was started with these settings; False if this version cannot read them."""
     try:
-        return (path / CONFIG).exists() and _read_user_config(path).replace(
-            stages=user_config.run.stages
-        ) == user_config
+        return (path / CONFIG).exists() and _read_user_config(path) == user_config
     except ConfigError:
         return False
 

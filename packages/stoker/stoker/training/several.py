@@ -4,7 +4,7 @@ A `signals` vector is averaged over the ranks with each step. It has the losses;
 signal, and of rank 0 the time trained and whether an evaluation or a checkpoint is due; and the running statistics of
 trained BatchNorms, which are means over the ranks then. It is the gradient of a parameter that belongs to no model, so
 accumulation and loss scaling treat it like any other. `ddp.Ddp` exchanges it with the gradients, in one of their
-buckets; `ddp.Periodic`, `fsdp.Fsdp` and `stages.Pipeline` with the norm of the gradients, in an exchange of its own.
+buckets; `ddp.Periodic` and `fsdp.Fsdp` with the norm of the gradients, in an exchange of its own.
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
 everywhere. On an accelerator the host acts on the numbers of a step MAX_STEPS_AHEAD steps later, when their copy has
@@ -40,8 +40,6 @@ class MultiProcess(SingleProcess):
     """The steps of a rank among others. `average` and `forward_backward` are completed by the kinds of parallelism."""
 
     can_be_captured = False
-    has_whole_model = True
-    """Whether each rank computes with the whole model. Else the running statistics are those of its own stage."""
     saves_together = False
     """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, and does not tell when."""
 
@@ -50,7 +48,7 @@ class MultiProcess(SingleProcess):
         self.ranks = setup.ranks
         self.takes_part_in_saves = self.saves_together or setup.ranks.is_main
         device = setup.device.torch_device
-        self.norm_stats = self.optimizer.norm_stats if self.has_whole_model else torch.zeros(0, device=device)
+        self.norm_stats = self.optimizer.norm_stats
         self.signals = nn.Parameter(torch.zeros(NUM_SIGNALS + self.norm_stats.numel(), device=device))
         self._own = torch.zeros(NUM_SIGNALS)
         self._means: Tensor | None = None

@@ -43,7 +43,7 @@ from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.loss_sums import LossAccumulator
 from stoker.training.optim import ModelDivision, OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
+from stoker.training.state import EventLogger, TrainSetup, read_initial_ranks
 from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import CheckpointError
@@ -165,13 +165,17 @@ def build(
             log_event("warning", warning)
         log_prediction(config, device, log_event)
     starts_here = loaded is None and ranks.is_main
-    is_divided = not ranks.alone and (config.run.shard or config.run.num_stages > 1)
+    is_divided = not ranks.alone and config.run.shard
     # The whole of a model that is divided among devices may not fit one.
     initial_device = Device(torch.device("cpu")) if is_divided else device
     model = build_initial_model(config, index, initial_device, log_event if starts_here else None)
-    sharding = make_sharding(config, model, ranks, device) if is_divided else None
-    if sharding is not None and ranks.share_value(starts_here):
-        model.load_state_dict(ranks.share_tensors(model.state_dict()))
+    sharding: ModelDivision | None = None
+    if is_divided:
+        from stoker.training.fsdp import Sharding  # torch.distributed, which other runs need not import
+
+        sharding = Sharding.over(ranks, device.torch_device)
+        if ranks.share_value(starts_here):
+            model.load_state_dict(ranks.share_tensors(model.state_dict()))
     setup = make_setup(
         resolved,
         model,
@@ -338,9 +342,6 @@ def make_training_loader(
     image_indices: the images of the stream; default: the training split."""
     ranks = ranks or Ranks()
     data, train_indices = config.data, index.image_indices("train") if image_indices is None else image_indices
-    loads = ranks.is_main or not is_staged(config, ranks)
-    if is_staged(config, ranks):  # the first stage loads whole batches, the others follow the order of the images only
-        ranks = Ranks()
     cached = CachedImageSpec.for_augmentation(
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
@@ -360,15 +361,14 @@ def make_training_loader(
         repeat_thresh=data.repeat_thresh,
         workers=config.run.workers,
         max_bad_fraction=data.max_bad_fraction,
-        jpeg_decoder=config.run.jpeg_decoder if loads else "cpu",
-        prefetch_depth=None if loads else 1,
+        jpeg_decoder=config.run.jpeg_decoder,
     )
     return Loader(
         index,
         train_indices,
         spec,
-        cache=open_cache(config.run.cache, index, train_indices, cached, log_event) if loads else None,
-        processes=processes if loads else None,
+        cache=open_cache(config.run.cache, index, train_indices, cached, log_event),
+        processes=processes,
         on_quarantine=on_quarantine,
         on_tuned=lambda text: log_event("info", text),
     )
@@ -403,17 +403,6 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
         for sentence in load_weights(model, config.model, class_names=index.class_names):
             log_event("info", f"weights: {sentence}")
     return model.to(device.torch_device).train()
-
-
-def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> ModelDivision:
-    """How the parameters of a model on the host are divided among several ranks."""
-    if is_staged(config, ranks):
-        from stoker.training.stages import Stages  # torch.distributed, which other runs need not import
-
-        return Stages.of(model, ranks, device.torch_device)
-    from stoker.training.fsdp import Sharding
-
-    return Sharding.over(ranks, device.torch_device)
 
 
 def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Callable[[QuarantinedImage], None]:

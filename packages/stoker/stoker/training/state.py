@@ -133,27 +133,13 @@ class TrainSetup:
         return BatchSizes(size, size)
 
     @property
-    def is_staged(self) -> bool:
-        """Whether each rank has a stage of the model, and all work on the same batch."""
-        return is_staged(self.config, self.ranks)
-
-    @property
-    def loads_images(self) -> bool:
-        return self.ranks.is_main or not self.is_staged
-
-    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step of this rank."""
         return count_micro_batches(self.rank_batch_size, self.state.sizes.train)
 
     @property
     def rank_batch_size(self) -> int:
-        return self.config.run.batch_size // (1 if self.is_staged else self.ranks.world_size)
-
-
-def is_staged(config: Config, ranks: Ranks) -> bool:
-    """Whether each rank has a stage of the model; a run with `--stages` on one device has one."""
-    return config.run.num_stages > 1 and not ranks.alone
+        return self.config.run.batch_size // self.ranks.world_size
 
 
 def read_sizes(run: Path, initial: BatchSizes) -> BatchSizes:
@@ -167,9 +153,9 @@ def read_sizes(run: Path, initial: BatchSizes) -> BatchSizes:
 
 
 def read_initial_ranks(run: Path) -> int:
-    """The number of ranks with which the run was started; stages of one model count as one."""
+    """The number of ranks with which the run was started."""
     first = next(read_lines(run, EVENTS, Event), None)
-    return 1 if first is None else int(first.data.get("ranks", 1) // first.data.get("stages", 1))
+    return 1 if first is None else int(first.data.get("ranks", 1))
 
 
 def count_micro_batches(batch_size: int, max_size: int) -> int:

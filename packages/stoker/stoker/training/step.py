@@ -49,7 +49,7 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
         return model.loss(model(batch.images), batch)
 
     compute = compile_for_shapes(compute_losses) if compile else compute_losses
-    weight = next(p for p in model.parameters() if not p.is_meta)  # those of other stages are
+    weight = next(model.parameters())
     if not is_on_accelerator(weight):
         return compute
     weight_casts, batch_counts = WeightCasts(model, folds=not compile), BatchCounts(model)

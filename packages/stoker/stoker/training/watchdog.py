@@ -226,8 +226,7 @@ def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
     """What hangs, from the phase of the training thread and its stack, outermost frame first."""
     files = [frame.filename.replace(os.sep, "/") for frame in frames]
     is_backward_of_ranks = any(file.endswith("training/several.py") for file in files) and "/autograd/" in files[-1]
-    # All of a stage's work is done in frames of torch's pipelining; what waits for another stage is below them.
-    exchanges = [file for file in files if "/torch/distributed/" in file and "/pipelining/" not in file]
+    exchanges = any("/torch/distributed/" in file for file in files)
     if phase == "comm" or is_backward_of_ranks or exchanges:
         return "collective"
     if phase == "input_wait" and not any(file.endswith("stoker/hardware/device.py") for file in files):

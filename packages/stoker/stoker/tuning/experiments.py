@@ -88,7 +88,7 @@ def main(run: Path) -> None:
     """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
     with tempfile.TemporaryDirectory(prefix="stoker-") as folder:
         # One process, and speed does not depend on the weights.
-        settings = from_toml(run / CONFIG)[0].set_fields() | {"sync": "plain", "shard": False, "stages": 1}
+        settings = from_toml(run / CONFIG)[0].set_fields() | {"sync": "plain", "shard": False}
         settings["weights"] = "none"
         for result in run_experiments(settings, last_attempt(run), Path(folder, "log")):
             print(msgspec.json.encode(result).decode(), flush=True)

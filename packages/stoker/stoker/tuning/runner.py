@@ -134,10 +134,10 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
     else:
         resolved = start.resolve_run(config.replace(data=request.target), None, devices=devices)
     run = resolved.config.run
-    if request.devices > 1 and (run.shard or run.num_stages > 1):
+    if request.devices > 1 and run.shard:
         what = "A model that is divided among devices cannot be tuned."
         cause = "each process of a trial has the whole model"
-        raise UsageError(what, cause=cause, fix="leave out --shard and --stages")
+        raise UsageError(what, cause=cause, fix="leave out --shard")
     return resolved
 
 

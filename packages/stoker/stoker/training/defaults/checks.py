@@ -40,7 +40,7 @@ def refuse_conflicts(
 ) -> None:
     """Raises ConfigError for the first row whose conditions all hold."""
     run = config.run
-    values = {"sync": run.sync, "stages": run.stages, "cache": run.cache, "device": device}
+    values = {"sync": run.sync, "cache": run.cache, "device": device}
     for row in msgspec.convert(read_toml("conflicts.toml")["conflict"], tuple[SettingConflict, ...]):
         if conditions.issuperset(row.conditions):
             message, fix = (
@@ -57,18 +57,17 @@ def has_sync(config: Config) -> bool:
 def check_user_settings(config: Config, index: Index | None, device: Device, devices: Devices) -> None:
     """Raises ConfigError for what cannot be combined with each other, the data or the devices. index: None: the data is
     not looked at."""
-    run, has_stages = config.run, config.run.num_stages > 1
+    run = config.run
     conditions = {
         "sync": has_sync(config),
         "shard": run.shard,
-        "stages": has_stages,
         "muon": config.optim.optimizer == "muon",
         "compile": run.compile,
         "auto_batch": run.auto_batch,
         "cuda_graph": run.cuda_graph,
         "nvjpeg": run.jpeg_decoder == "nvjpeg",
         "cache": run.cache not in (None, "none"),
-        "ram_cache": run.cache == "ram" and not has_stages,
+        "ram_cache": run.cache == "ram",
         "cpu": device.is_cpu,
         "no_nvidia_gpu": device.kind != "cuda",
         "one_device": devices.count == 1,
@@ -85,14 +84,7 @@ def check_user_settings(config: Config, index: Index | None, device: Device, dev
 
 
 def check_devices(config: Config, count: int) -> None:
-    """Raises ConfigError if so many devices cannot each get the same part of a batch, or a stage of the model."""
-    if count > 1 and config.run.num_stages > 1:
-        from stoker.training.stages import check_stages  # torch.distributed
-
-        check_stages(config, count)
-        others = {"shard": bool(config.run.shard), "sync": has_sync(config)}
-        refuse_conflicts({"stages"} | {name for name, is_set in others.items() if is_set}, config)
-        return
+    """Raises ConfigError if so many devices cannot each get the same part of a batch."""
     batch_size, unit = config.run.batch_size, count * (MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1)
     if batch_size is None or can_divide({"batch_size": batch_size, "mosaic": config.data.mosaic}, count):
         return

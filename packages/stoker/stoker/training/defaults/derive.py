@@ -110,9 +110,7 @@ class Derivation:
     ) -> None:
         self.config, self.index, self.device, self.fetch = user_config, index, device, fetch
         self.reasons: dict[str, str] = {}
-        self.num_devices = devices.count
-        # Of a model in stages, one device loads the images, and each works on whole batches.
-        self.devices = ONE_DEVICE if user_config.run.num_stages > 1 else devices
+        self.devices = devices
         self.train_indices: NDArray[np.int64] = index.image_indices("train")
         self.num_images = len(self.train_indices)
         self.num_val_images = len(index.image_indices("val")) if "val" in index.splits else 0
@@ -185,12 +183,6 @@ class Derivation:
         dry_run = DryRun(self.config, self.index, self.device)
         count = self.config.run.batch_size // (micro_batches * self.devices.count)
         return dry_run.measure_step_s(count) * micro_batches
-
-    @property
-    def divided_by(self) -> str | None:
-        """The flag that divides the model among devices: no step can then be tried on one, nor compiled."""
-        run = self.config.run
-        return "--shard" if run.shard else "--stages" if run.num_stages > 1 else None
 
 
 Derive = Callable[[Derivation], Choice | None]
@@ -324,24 +316,9 @@ def recipe_batch_size(known: Derivation) -> Choice:
 
 
 def derive_grad_accum_steps(known: Derivation) -> Choice:
-    """As many micro-batches as memory asks for, or as keep `--stages` busy."""
-    batch_size, micro_batches, reason = known.batch_trial
-    if (stages := known.config.run.num_stages) > 1:
-        micro_batches, reason = choose_micro_batches(batch_size, stages, micro_batches)
+    """As many micro-batches as memory asks for."""
+    _, micro_batches, reason = known.batch_trial
     return micro_batches, "the whole batch fits" if micro_batches == 1 else reason
-
-
-MICRO_BATCHES_PER_STAGE = 4
-"""Four micro-batches per stage: a bubble of at most 20 % (GPipe, Huang et al. 2019, section 2.3)."""
-
-
-def choose_micro_batches(batch_size: int, stages: int, least: int) -> tuple[int, str]:
-    """(micro-batches of a step, reason): up to MICRO_BATCHES_PER_STAGE for each stage, of at least two images (trained
-    norms need several); not fewer than `least`, which memory asks for."""
-    fitting = [n for n in range(1, batch_size // 2 + 1) if batch_size % n == 0]
-    chosen = max([least, 1, *(n for n in fitting if n <= MICRO_BATCHES_PER_STAGE * stages)])
-    bubble = (stages - 1) / (chosen + stages - 1)
-    return chosen, f"{stages} stages of equal speed would wait {100 * bubble:.0f} % of a step"
 
 
 def _check_batch(known: Derivation) -> None:
@@ -516,7 +493,7 @@ def derive_cache(known: Derivation) -> Choice:
 def derive_jpeg_decoder(known: Derivation) -> Choice:
     """nvJPEG where the cores decode fewer images than the GPU trains on, with a step of the chosen batch size."""
     data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
-    if known.divided_by:
+    if known.config.run.shard:
         return "cpu", f"not tried: {NO_TRIAL_OF_SHARDS}"
     if known.config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
@@ -533,8 +510,8 @@ tenths of the time of a step gained. Both are predictions, no GPU has confirmed 
 
 def derive_compile(known: Derivation) -> Choice:
     """Yes for long runs on CUDA."""
-    if known.divided_by:
-        return False, f"compiling is not supported with {known.divided_by}"
+    if known.config.run.shard:
+        return False, "compiling is not supported with --shard"
     if known.device.is_cpu:
         return False, "on a CPU, almost all of a step is convolutions, which compiling does not change"
     if known.device.kind != "cuda":
@@ -625,7 +602,7 @@ CHECKS: dict[str, Callable[[Derivation], None]] = {
         ("reduced_tail", "nms_free", "depthwise"),
         lambda known: checks.check_options(known.config.model, known.options_of_weights),
     ),
-    "stages": lambda known: checks.check_devices(known.config, known.num_devices),
+    "shard": lambda known: checks.check_devices(known.config, known.devices.count),
     "grad_accum_steps": _check_batch,
 }
 """Setting → check of its value, the user's or a derived one, against what is above it."""

@@ -282,7 +282,7 @@ def find_batch_size(
     source = "set by the user" if user_batch_size is not None else f"the recipe's {recipe_batch_size}"
     if user_batch_size is None and total_size < recipe_batch_size:
         source = f"the training split has {num_images} images"
-    if config.run.shard or config.run.num_stages > 1:
+    if config.run.shard:
         source += f", {target_size} on each of {devices.count} devices"
         return target_size * devices.count, 1, f"{source}; not tried: {NO_TRIAL_OF_SHARDS}"
     dry_run = DryRun(config, index, device)

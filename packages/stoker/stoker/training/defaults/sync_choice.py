@@ -44,8 +44,6 @@ def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> t
     """(method, reason). Called by all ranks."""
     if ranks.alone:
         return "plain", "auto: one device exchanges nothing"
-    if config.run.num_stages > 1:
-        return "plain", "auto: --stages exchange no gradients of weights"
     if config.run.shard:
         return "plain", "auto: --shard has an exchange of its own"
     own = measure(config, index, device, ranks)
