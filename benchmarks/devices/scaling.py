@@ -37,7 +37,7 @@ STEP_S, SPREAD = 0.15, 0.05
 RATES_MBIT = {"50 Mbit/s": 50, "1 Gbit/s": 1000, "loopback": 0}
 LAYOUTS = {"2 ranks": (2, 1), "4 ranks": (4, 1), "2 machines of 2 ranks": (2, 2)}
 """Name → machines, ranks on each."""
-METHODS = ("plain", "plain:1", "plain:5", "bf16", "powersgd:4", "every:8", "auto")
+METHODS = ("plain", "plain:1", "plain:5", "bf16", "every:8", "auto")
 STEPS = 5
 HELD_BACK = ("4 ranks", "2 machines of 2 ranks")
 """Layouts that the model is not fitted to."""
@@ -128,7 +128,6 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.config.sync_method import parse_sync
     from stoker.hardware.device import Device
     from stoker.models import build
-    from stoker.training import ddp
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
     from stoker.training.parallel import SingleProcess
@@ -137,7 +136,6 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from tests.trainer.models.samples import make_batch, settings_of
     from tests.trainer.training.parallels import ignore, make_setup, step_of
 
-    ddp.POWERSGD_START = 2  # so that few steps show it
     cpu = Device(torch.device("cpu"))
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -163,7 +161,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
             step_of(parallel, batches[number % 4], 1e-3)
         parallel.agree(Signals())
 
-    first = 3  # also the vanilla steps of PowerSGD
+    first = 3
     if method.startswith("every"):
         first, steps = 8, 8 * -(-steps // 8)
     durations = []
@@ -304,8 +302,6 @@ def model_cost(row: dict[str, Any], link: Any, compute_s: float, fitted: dict[st
         compute_s=compute_s,
         gradient_bytes=row["gradient_bytes"],
         spread=SPREAD,
-        low_rank_fraction=fitted["low_rank_fraction"],
-        compression_s=fitted["compression_s"],
         cast_s=fitted["cast_s"],
     )
     return step_cost(work, link, machines * per_machine, parse_sync(row["method"])).total_s
@@ -322,9 +318,9 @@ def link_of(rows: list[dict[str, Any]], layout: str, rate: str) -> Any:
 
 
 def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """(fitted numbers, rows with measured and predicted times). Fitted to the rows that are not HELD_BACK: bytes and
-    products of PowerSGD, casts. The link is that of two ranks, also for four."""
-    fitted = {"low_rank_fraction": 0.0, "compression_s": 0.0, "cast_s": 0.0}
+    """(fitted numbers, rows with measured and predicted times). Fitted to the rows that are not HELD_BACK:
+    casts. The link is that of two ranks, also for four."""
+    fitted = {"cast_s": 0.0}
     compute_s = {row["layout"]: row["step_s"] for row in rows if row["method"] == "none"}
     modeled = [method for method in METHODS if method != "auto"]
     measured = [row for row in rows if row["method"] in modeled and row["layout"] in LAYOUTS]
@@ -337,11 +333,7 @@ def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[s
         used = [row for row in measured if row["layout"] not in HELD_BACK and row["method"] in methods]
         return sum((predict(row) / row["step_s"] - 1) ** 2 for row in used)
 
-    for name, methods, steps in (
-        ("low_rank_fraction", ("powersgd:4",), 200),
-        ("compression_s", ("powersgd:4",), 200),
-        ("cast_s", ("bf16",), 200),
-    ):
+    for name, methods, steps in (("cast_s", ("bf16",), 200),):
         scores = []
         for k in range(steps):
             fitted[name] = k * 0.0005
@@ -363,7 +355,7 @@ CURVES: dict[str, tuple[float, float, bool]] = {
     "1 Gbit/s, 0.1 ms": (1e9 / 8, 1e-4, False),
     "25 Gbit/s, 50 us": (25e9 / 8, 50e-6, True),
 }
-CURVE_METHODS = ("plain", "bf16", "powersgd:4", "every:8")
+CURVE_METHODS = ("plain", "bf16", "every:8")
 DEVICES = tuple(2**k for k in range(10))
 
 
@@ -372,7 +364,7 @@ def efficiency_curves() -> list[dict[str, Any]]:
     from stoker.config.sync_method import parse_sync
     from stoker.hardware.exchange_cost import DeviceLink, Workload, step_cost
 
-    work = Workload(compute_s=0.25, gradient_bytes=136e6, spread=0.02, compression_s=0.002, cast_s=0.001)
+    work = Workload(compute_s=0.25, gradient_bytes=136e6, spread=0.02, cast_s=0.001)
     rows = []
     for name, (bandwidth, latency_s, has_tree) in CURVES.items():
         for method in CURVE_METHODS:

@@ -23,7 +23,6 @@ from stoker.hardware.exchange_cost import (
     Workload,
     all_reduce_s,
     expected_maximum,
-    low_rank_fraction,
     step_cost,
 )
 from stoker.hardware.selection import select_device
@@ -61,8 +60,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("plain", PLAIN, "plain"),
         ("plain:5", SyncMethod("plain", 5), "plain:5"),
-        ("powersgd", SyncMethod("powersgd", 4), "powersgd:4"),
-        ("powersgd:2", SyncMethod("powersgd", 2), "powersgd:2"),
         ("every:16", SyncMethod("every", 16), "every:16"),
         ("bf16:5", SyncMethod("bf16", 5), "bf16:5"),
         ("auto", SyncMethod("auto"), "auto"),
@@ -74,7 +71,7 @@ def test_methods_have_numbers(text: str, method: SyncMethod, shown: str) -> None
     check_config(from_fields({"sync": text}))
 
 
-@pytest.mark.parametrize("text", ["", "ring", "every:1", "every:x", "powersgd:0", "auto:3", "bf16:0", "plain:-1"])
+@pytest.mark.parametrize("text", ["", "ring", "every:1", "every:x", "powersgd", "auto:3", "bf16:0", "plain:-1"])
 def test_other_methods_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--sync"):
         check_config(from_fields({"sync": text}))
@@ -162,7 +159,7 @@ def test_the_slowest_of_many_is_later() -> None:
     assert [expected_maximum(n) for n in (1, 2, 8, 512)] == pytest.approx([0, 0.5642, 1.4236, 3.0424], rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["plain", "bf16", "powersgd:4", "every:8"])
+@pytest.mark.parametrize("kind", ["plain", "bf16", "every:8"])
 def test_a_fast_link_costs_nothing_and_a_slow_one_much(kind: str) -> None:
     work = Workload(compute_s=0.1, gradient_bytes=100e6)
     method = parse_sync(kind)
@@ -171,17 +168,11 @@ def test_a_fast_link_costs_nothing_and_a_slow_one_much(kind: str) -> None:
     assert step_cost(work, DeviceLink(1e-3, 1e6), 1, method).total_s == 0.1
 
 
-def test_a_matrix_of_low_rank_by_hand() -> None:
-    """100 + 200 of 20,000 for the matrix, all of the vector, all of a matrix that is too small."""
-    shapes = [(100, 20, 10), (7,), (2, 2)]
-    assert low_rank_fraction(shapes) == pytest.approx((300 + 7 + 4) / (20_000 + 7 + 4))
-
-
 # auto
 
 
 def measured(mbit: float, **changes: object) -> MeasuredExchange:
-    work = Workload(compute_s=0.3, gradient_bytes=14e6, compression_s=0.003, cast_s=0.005)
+    work = Workload(compute_s=0.3, gradient_bytes=14e6, cast_s=0.005)
     fields = {"link": DeviceLink(2e-4, mbit * 1e6 / 8), "work": work, "devices": 2} | changes
     return MeasuredExchange(**fields)  # type: ignore[arg-type]
 
@@ -227,9 +218,9 @@ def run_ranks(count: int, *methods: str) -> dict[str, dict[str, float]]:
     return found
 
 
-TOLERANCES = {"bf16": 0.02, "powersgd:2": 0.6, "every:4": 2.0}
+TOLERANCES = {"bf16": 0.02, "every:4": 2.0}
 """Method → norm of the difference to plain averages after 16 steps, relative to the change of the weights. Measured:
-0.006, 0.23, 1.3 (the outer optimizer has its own rate)."""
+0.006, 1.3 (the outer optimizer has its own rate)."""
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ class RunSettings:
     shard: bool = AUTO
     """Divide weights, gradients and optimizer state among the devices (FSDP): for models too big for one."""
     sync: str = AUTO
-    """How devices keep one model: plain, bf16, powersgd:4, every:8, auto."""
+    """How devices keep one model: plain, bf16, every:8, auto."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO

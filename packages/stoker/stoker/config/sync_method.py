@@ -7,15 +7,14 @@ from typing import Literal
 
 from stoker_watch.errors import ConfigError
 
-Kind = Literal["plain", "bf16", "powersgd", "every", "auto"]
+Kind = Literal["plain", "bf16", "every", "auto"]
 
-DEFAULT_BUCKET_MIB, DEFAULT_RANK, DEFAULT_EVERY = 25, 4, 8
-"""MiB as DistributedDataParallel has them; rank of PowerSGD, whose paper uses 1 to 4; steps between two averages."""
-CHOICES = ("plain", "bf16", "powersgd:4", "every:8", "auto")
+DEFAULT_BUCKET_MIB, DEFAULT_EVERY = 25, 8
+"""MiB as DistributedDataParallel has them; steps between two averages."""
+CHOICES = ("plain", "bf16", "every:8", "auto")
 _NUMBERS: dict[str, tuple[int, int, int]] = {
     "plain": (DEFAULT_BUCKET_MIB, 1, 4096),
     "bf16": (DEFAULT_BUCKET_MIB, 1, 4096),
-    "powersgd": (DEFAULT_RANK, 1, 64),
     "every": (DEFAULT_EVERY, 2, 10_000),
 }
 """Kind → (default, lowest, highest) of its number."""
@@ -27,11 +26,11 @@ class SyncMethod:
 
     kind: Kind
     number: int = 0
-    """plain, bf16: MiB of a bucket of gradients. powersgd: rank. every: steps. Otherwise 0."""
+    """plain, bf16: MiB of a bucket of gradients. every: steps. Otherwise 0."""
 
     def __str__(self) -> str:
         default = _NUMBERS.get(self.kind, (0,))[0]
-        is_default = self.number == default and self.kind not in ("powersgd", "every")
+        is_default = self.number == default and self.kind != "every"
         return self.kind if is_default else f"{self.kind}:{self.number}"
 
     @property

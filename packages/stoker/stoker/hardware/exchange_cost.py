@@ -15,9 +15,6 @@ MIB = 2**20
 BACKWARD_FRACTION = 2 / 3
 """Fraction of a step's time in which gradients can be sent while others are still computed: the backward pass, which
 has twice the operations of the forward pass."""
-LOW_RANK_FRACTION = 0.012
-"""Bytes that PowerSGD sends for each of its ranks, as a fraction of the gradients: rows + columns of every matrix, plus
-what is not a matrix. Of the detectors here 0.8 to 1.6 %; `low_rank_fraction` has the exact number of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +37,6 @@ class Workload:
     gradient_bytes: float
     spread: float = 0.0
     """Standard deviation of the devices' step times, divided by their mean."""
-    low_rank_fraction: float = LOW_RANK_FRACTION
-    compression_s: float = 0.0
-    """Seconds of PowerSGD's products and orthogonalization, for each rank of the approximation."""
     cast_s: float = 0.0
     """Seconds to turn the gradients into half as many bytes, and back."""
 
@@ -94,14 +88,8 @@ def step_cost(work: Workload, link: DeviceLink, devices: int, method: SyncMethod
     straggler_s = work.spread * expected_maximum(devices) * compute_s
     signals_s = all_reduce_s(link, devices, 0)
     backward_s = BACKWARD_FRACTION * compute_s
-    match method.kind:
-        case "every":
-            return StepCost(compute_s, straggler_s, signals_s + all_reduce_s(link, devices, gradients) / method.number)
-        case "powersgd":
-            small = min(1.0, work.low_rank_fraction * method.number) * gradients
-            extra_s = work.compression_s * method.number
-            # Three exchanges one after the other, of which none is hidden, and that of the vector.
-            return StepCost(compute_s + extra_s, straggler_s, 3 * signals_s + all_reduce_s(link, devices, small))
+    if method.kind == "every":
+        return StepCost(compute_s, straggler_s, signals_s + all_reduce_s(link, devices, gradients) / method.number)
     extra_s = 0.0
     if method.kind == "bf16":
         gradients, extra_s = gradients / 2, work.cast_s
@@ -116,16 +104,3 @@ def bucketed_s(link: DeviceLink, devices: int, size_bytes: float, bucket_bytes: 
     count = max(1, math.ceil(size_bytes / bucket_bytes))
     last_bytes = min(size_bytes, bucket_bytes)
     return count * all_reduce_s(link, devices, size_bytes / count), all_reduce_s(link, devices, last_bytes)
-
-
-def low_rank_fraction(shapes: list[tuple[int, ...]]) -> float:
-    """Bytes of PowerSGD of rank 1, as a fraction of the gradients of parameters of these shapes: (n + m) of n · m for a
-    matrix, where that is less than half of it, else all."""
-    sent = total = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        rows = shape[0] if shape else 1
-        small = rows + size // max(1, rows)
-        sent += small if 2 * small < size else size
-        total += size
-    return sent / max(1, total)

@@ -1,7 +1,7 @@
 """`--sync auto`: measures the link between the ranks and a step, and takes the most faithful of the fast methods.
 
 Measured by all ranks at the same time: an all-reduce of one number and of many, in fp32 and bf16; a step without any
-exchange; casts and products of the compressions. `hardware/exchange_cost.py` computes a step with each method from
+exchange; casts of the gradients. `hardware/exchange_cost.py` computes a step with each method from
 that. The methods are in the order of their effect on the training: the first whose speed is near that of the fastest is
 taken, so a link that hides the exchange gets plain averages.
 """
@@ -17,18 +17,17 @@ from stoker.config.settings import Config
 from stoker.config.sync_method import parse_sync
 from stoker.data.index import Index
 from stoker.hardware.device import Device
-from stoker.hardware.exchange_cost import DeviceLink, Workload, low_rank_fraction, step_cost
+from stoker.hardware.exchange_cost import DeviceLink, Workload, step_cost
 from stoker.training.defaults.dry_run import DryRun
 from stoker.training.ranks import Ranks
 
-CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8", "powersgd:4")
+CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8")
 """The most faithful first, by AP at equal images (docs/devices.md)."""
 NEAR = 0.7
 """A method is fast enough if its images per second are this part of the fastest one's."""
 BUCKET_GAIN = 1.05
 """Another size of buckets is taken for at least this gain."""
 MEASURE_S = 2.0
-COMPRESSION_RANK = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,31 +89,12 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     own_cast_s = max(0.0, half_s - large_s) / found.size_bytes * size_bytes / 2
     own_cast_s += _time(device, lambda: flat.copy_(flat.to(torch.bfloat16)))
-    own_compression_s = _time(device, lambda: compress(gradients, COMPRESSION_RANK)) / COMPRESSION_RANK
-    own = [step_s, found.latency_s, large_s, own_cast_s, own_compression_s]
+    own = [step_s, found.latency_s, large_s, own_cast_s]
     slowest = (max(values) for values in zip(*ranks.gather_all(own), strict=True))
-    step_s, latency_s, large_s, cast_s, compression_s = slowest
+    step_s, latency_s, large_s, cast_s = slowest
     n = ranks.world_size
     link = DeviceLink(latency_s / (2 * (n - 1)), 2 * (n - 1) / n * found.size_bytes / max(1e-9, large_s - latency_s))
-    work = Workload(
-        compute_s=step_s,
-        gradient_bytes=size_bytes,
-        low_rank_fraction=low_rank_fraction([tuple(gradient.shape) for gradient in gradients]),
-        compression_s=compression_s,
-        cast_s=cast_s,
-    )
-    return MeasuredExchange(link, work, n)
-
-
-def compress(gradients: Sequence[Tensor], rank: int) -> None:
-    """The products and the orthogonalization that PowerSGD computes in a step."""
-    for gradient in gradients:
-        matrix = gradient.reshape(gradient.shape[0], -1) if gradient.dim() > 1 else gradient[:, None]
-        columns = min(rank, *matrix.shape)
-        if (matrix.shape[0] + matrix.shape[1]) * columns * 2 < matrix.numel():
-            q = torch.linalg.qr(matrix.new_ones(matrix.shape[1], columns)).Q
-            p = torch.linalg.qr(matrix @ q).Q
-            p @ (matrix.T @ p).T
+    return MeasuredExchange(link, Workload(compute_s=step_s, gradient_bytes=size_bytes, cast_s=cast_s), n)
 
 
 def _time(device: Device, work: Callable[[], object]) -> float:
