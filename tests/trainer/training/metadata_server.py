@@ -19,7 +19,6 @@ class MetadataServer(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
-        self.etags = dict.fromkeys(self.values, 0)
         self.spot_action: str | None = None
         self.requests: list[str] = []
         self.failures = 0
@@ -40,8 +39,6 @@ class MetadataServer(http.server.ThreadingHTTPServer):
     def set(self, key: str, value: str) -> None:
         with self.changed:
             self.values[key] = value
-            self.etags[key] += 1
-            self.changed.notify_all()
 
     def wait_for_requests(self, count: int, timeout_s: float = 30) -> None:
         """Returns when so many requests have come; AssertionError if they do not come."""
@@ -75,7 +72,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._note()
         url = urllib.parse.urlsplit(self.path)
-        query = urllib.parse.parse_qs(url.query)
         if self.server.failures > 0:
             self.server.failures -= 1
             self._answer(503, "")
@@ -86,13 +82,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif (key := url.path.removeprefix(GCE)) not in self.server.values:
             self._answer(404, "")
         else:
-            if query.get("wait_for_change") == ["true"]:
-                last = int(query.get("last_etag", [str(self.server.etags[key])])[0])
-                with self.server.changed:
-                    self.server.changed.wait_for(
-                        lambda: self.server.etags[key] != last, float(query.get("timeout_sec", ["60"])[0])
-                    )
-            self._answer(200, self.server.values[key], str(self.server.etags[key]))
+            self._answer(200, self.server.values[key])
 
     def _answer_aws(self, path: str) -> None:
         if self.headers.get("X-aws-ec2-metadata-token") != "token":
@@ -110,10 +100,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.requests.append(f"{self.command} {self.path}")
             self.server.changed.notify_all()
 
-    def _answer(self, status: int, text: str, etag: str = "0") -> None:
+    def _answer(self, status: int, text: str) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("ETag", etag)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -213,5 +213,5 @@ def test_nothing_listens_where_other_machines_reach_it(data: Path, tmp_path: Pat
 
 
 def test_a_message_names_an_error_of_the_table_only() -> None:
-    told = RankFailure(rank=1, t=0.0, text="x", exit_code=1, error="Iterable", what="x", fix="y")
+    told = RankFailure(rank=1, t=0.0, text="x", exit_code=1, error="Iterable", arguments={"what": "x", "fix": "y"})
     assert type(told.as_error()) is RankError

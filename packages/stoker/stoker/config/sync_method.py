@@ -43,7 +43,7 @@ PLAIN = SyncMethod("plain", DEFAULT_BUCKET_MIB)
 
 
 def parse_sync(text: str) -> SyncMethod:
-    """`powersgd:4` → method and number. Raises ConfigError, which names the valid forms."""
+    """`every:8` → method and number. Raises ConfigError, which names the valid forms."""
     match = re.fullmatch(r"\s*([a-z0-9]+)(?::(\d+))?\s*", text)
     kind = "" if match is None else match[1]
     if match is None or kind not in ("auto", *_NUMBERS):

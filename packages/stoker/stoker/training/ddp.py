@@ -124,8 +124,7 @@ class Periodic(_Replicas):
         means, norm = self.exchange_with_norm(own[: len(own) - self.norm_stats.numel()], grad_norm)
         return means, torch.where(norm < math.inf, grad_norm, math.inf)
 
-    def after_update(self, found_inf: Tensor) -> None:
-        del found_inf
+    def after_update(self) -> None:
         if (self.setup.state.step + 1) % self._every:
             return
         weights, size = self.optimizer.weights(), self._anchor.numel()

@@ -65,6 +65,7 @@ class Sharding:
         return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
 
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """`model.load_state_dict` of whole tensors."""
         own = {
             name: self.distributed(self.rows(weights[name]).to(target.device), target)
             if isinstance(target, DTensor)
@@ -79,6 +80,7 @@ class Sharding:
         model.reshard()
 
     def gather(self, tree: Any) -> Any:
+        """A tree with whole host tensors, in rank 0. Called by all ranks. Waits for the device."""
         return map_tensors(tree, self._gather)
 
     def _gather(self, tensor: Tensor) -> Tensor:

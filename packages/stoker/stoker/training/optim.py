@@ -30,23 +30,12 @@ from stoker.training.norm_stats import copy_stats, flatten_norm_stats
 class ModelDivision(Protocol):
     """How a model is divided among ranks (`fsdp.Sharding`, whose module imports torch.distributed)."""
 
-    def shard(self, model: nn.Module) -> None:
-        """Divides the tensors of a model, in place, and moves what is this rank's to the device."""
-
-    def reshard(self, model: nn.Module) -> None:
-        """After an evaluation: frees what is not this rank's."""
-
-    def rows(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor."""
-
-    def distributed(self, rows: Tensor, like: Any) -> Tensor:
-        """The reverse of `rows`, as `gather` takes it; like: the parameter of the model."""
-
-    def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """`model.load_state_dict` of whole tensors."""
-
-    def gather(self, tree: Any) -> Any:
-        """A tree with whole host tensors, in rank 0. Called by all ranks. Waits for the device."""
+    def shard(self, model: nn.Module) -> None: ...
+    def reshard(self, model: nn.Module) -> None: ...
+    def rows(self, whole: Tensor) -> Tensor: ...
+    def distributed(self, rows: Tensor, like: Any) -> Tensor: ...
+    def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None: ...
+    def gather(self, tree: Any) -> Any: ...
 
 
 class OptimizerStep:

@@ -58,7 +58,7 @@ _COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "s
 
 class RankFailure(msgspec.Struct, kw_only=True):
     """The error that ended a rank. t: Unix time, seconds; is_consequence: another rank had ended before; trace: of a
-    bug; error: the class of a StokerError in `errors.py`, whose arguments follow, empty for other errors."""
+    bug; error: the class of a StokerError in `errors.py`, empty for other errors; arguments: the error's."""
 
     rank: int
     t: float
@@ -67,11 +67,7 @@ class RankFailure(msgspec.Struct, kw_only=True):
     is_consequence: bool = False
     trace: str = ""
     error: str = ""
-    what: str = ""
-    location: str | None = None
-    cause: str | None = None
-    choices: tuple[str, ...] = ()
-    fix: str | None = None
+    arguments: dict[str, str | list[str] | None] = {}
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_consequence: bool = False) -> "RankFailure":
@@ -81,11 +77,10 @@ class RankFailure(msgspec.Struct, kw_only=True):
             own.trace = _encodable("".join(traceback.format_exception(error)))
             return own
         own.error = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        own.exit_code, own.what = error.exit_code, _encodable(error.what)
-        own.location, own.cause, own.fix = (
-            None if text is None else _encodable(text) for text in (error.location, error.cause, error.fix)
-        )
-        own.choices = tuple(map(_encodable, error.choices))
+        own.exit_code, own.arguments = error.exit_code, {"choices": [_encodable(choice) for choice in error.choices]}
+        for name in ("what", "location", "cause", "fix"):
+            text = getattr(error, name)
+            own.arguments[name] = None if text is None else _encodable(text)
         return own
 
     def as_error(self) -> StokerError:
@@ -93,9 +88,11 @@ class RankFailure(msgspec.Struct, kw_only=True):
         if not self.error:
             cause = self.trace.rstrip() or self.text
             return RankError(f"Rank {self.rank} ended with an error, which is a bug in stoker.", cause=cause)
-        what = f"Rank {self.rank}: {self.what}" if self.rank and not self.what.startswith("Rank ") else self.what
-        kind = ERRORS.get(self.error, RankError)
-        return kind(what, location=self.location, cause=self.cause, choices=self.choices, fix=self.fix)
+        named: dict[str, Any] = dict(self.arguments)
+        what = str(named.pop("what", self.text))
+        if self.rank and not what.startswith("Rank "):
+            what = f"Rank {self.rank}: {what}"
+        return ERRORS.get(self.error, RankError)(what, **named)
 
 
 def _encodable(text: str) -> str:

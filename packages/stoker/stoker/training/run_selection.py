@@ -17,6 +17,7 @@ from stoker.config.architectures import model_name
 from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.training.supervisor import read_restart
+from stoker_watch.diagnosis.termination import is_held
 from stoker_watch.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker_watch.recording.telemetry.environment import describe
 from stoker_watch.runs import records
@@ -64,10 +65,16 @@ def choose_run(
             return None, user_config, []
         refuse_other_settings(path, user_config, "stoker train")
         return path, user_config, _lock_run(path, stack)
-    messages, others = list[str](), list[str]()
+    messages, others, now = list[str](), list[str](), user_config.set_fields()
     for path in reversed(_find_runs(user_config)):
-        if not _has_settings(path, user_config):
-            if not others and (flags := _flags_of_other(path, user_config)):
+        try:
+            started = _read_user_config(path).set_fields()
+        except ConfigError:  # of another version
+            continue
+        if changed := _changed(started, now):
+            is_free = started.get("data") == now.get("data") and not is_finished(path) and not is_held(path)
+            if is_free and not others:
+                flags = ", ".join(f"--{flag_of(name)}" for name in changed)
                 others.append(
                     f"{path} is unfinished and has other {flags}: starting a new run; --resume {path} continues it"
                 )
@@ -149,22 +156,6 @@ def _difference(path: Path, user_config: Config) -> str | None:
 def _changed(started: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that only one of the two has, or that differ."""
     return [name for name in {**started, **now} if started.get(name) != now.get(name)]
-
-
-def _flags_of_other(path: Path, user_config: Config) -> str:
-    """The flags in which an unfinished run of the same data, which no process trains, differs from these settings;
-    empty: it is another run, or cannot be read."""
-    now = user_config.set_fields()
-    try:
-        started = _read_user_config(path).set_fields()
-        if started.get("data") != now.get("data") or is_finished(path):
-            return ""
-        with locked(path) as acquired:
-            if acquired is False:
-                return ""
-    except (OSError, ConfigError):
-        return ""
-    return ", ".join(f"--{flag_of(name)}" for name in _changed(started, now))
 
 
 def _refuse_run_of_this_command(path: Path) -> None:
@@ -252,14 +243,6 @@ def _read_user_config(path: Path) -> Config:
     """The user's settings when the run was started: those without a reason."""
     config, reasons = from_toml(path / CONFIG)
     return config.replace(**dict.fromkeys(reasons))
-
-
-def _has_settings(path: Path, user_config: Config) -> bool:
-    """Whether the run was started with these settings; False if this version cannot read them."""
-    try:
-        return (path / CONFIG).exists() and _read_user_config(path) == user_config
-    except ConfigError:
-        return False
 
 
 def with_absolute_paths(user_config: Config) -> Config:

@@ -137,8 +137,8 @@ class PlainStep:
         gradients of this process do not say it."""
         return losses, None
 
-    def after_update(self, found_inf: Tensor) -> None:
-        """After the update of the weights, which was skipped if `found_inf` is 1."""
+    def after_update(self) -> None:
+        """After the update of the weights."""
 
 
 def train_step(parallel: PlainStep, batch: Batch) -> None:
@@ -150,7 +150,7 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
     clipped = optimizer.clip(grad_norm)
     optimizer.update(clipped)  # on the device: not if a gradient is not finite
     optimizer.update_ema()
-    parallel.after_update(clipped.found_inf)
+    parallel.after_update()
     if parallel.accumulator is not None:
         parallel.accumulator.add(
             losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps, clipped.tensor_norms

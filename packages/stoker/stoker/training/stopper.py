@@ -4,13 +4,14 @@ A signal or another thread only sets a flag (`StopRequest`). `Stopper` looks at 
 of an evaluation and while the training waits for metrics, and raises `Stopping` there: the loop then saves the state
 and ends with exit code 75. Several ranks stop after the same step.
 
-A cloud's notice that the machine is about to go is awaited by threads (`NoticeWatcher`). Google Cloud: a request to the
-metadata server that returns when `instance/preempted` (a spot VM, 30 s before) or `instance/maintenance-event` changes.
-AWS: `spot/instance-action` (two minutes before), asked for every five seconds, as AWS recommends. Where the firmware
-names neither cloud and no variable names a metadata server, nothing is asked.
+Threads ask every POLL_S whether the cloud is about to take the machine (`NoticeWatcher`). Google Cloud: the values
+`instance/preempted` (a spot VM, 30 s before) and `instance/maintenance-event` of the metadata server. AWS:
+`spot/instance-action` (two minutes before). Where the firmware names neither cloud and no variable names a metadata
+server, nothing is asked.
 """
 
 import contextlib
+import functools
 import http.client
 import math
 import os
@@ -30,21 +31,27 @@ from stoker_watch.recording.telemetry.environment import detect_cloud
 
 GCE_HOST, AWS_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 """Link-local addresses of the metadata servers: no name has to be resolved."""
-GCE_GRACE_S, AWS_GRACE_S = 30.0, 120.0
-"""cloud.google.com/compute/docs/instances/spot; docs.aws.amazon.com/AWSEC2 "Spot Instance interruption notices"."""
-GCE_MAINTENANCE_GRACE_S = 60.0
-"""The shortest time; VMs with GPUs get 60 minutes (cloud.google.com/compute/docs/gpus/gpu-host-maintenance)."""
-LONG_POLL_S = 300.0
-AWS_POLL_S = 5.0
+AWS_GRACE_S = 120.0
+"""docs.aws.amazon.com/AWSEC2 "Spot Instance interruption notices"."""
+POLL_S = 2.0
+"""Also a spot VM of Google, which goes 30 s after its notice, has nearly all of them."""
+TIMEOUT_S = 10.0
 RETRY_S = 10.0
 MAX_FAILURES = 6
 """Failures in a row after which the watch ends with a warning."""
-AWS_TOKEN_TTL_S = 21600
 
 
 class Notice(NamedTuple):
     reason: str
     grace_s: float
+
+
+GCE_NOTICES = {
+    "preempted": ("TRUE", Notice("the notice that this spot VM is preempted", 30.0)),
+    "maintenance-event": ("TERMINATE", Notice("the notice of maintenance of this VM's host", 60.0)),
+}
+"""Key below `instance/` → (beginning of the value that is a notice, the notice): cloud.google.com/compute/docs,
+instances/spot and gpus/gpu-host-maintenance. It is the shortest time; VMs with GPUs get 60 minutes."""
 
 
 class NoticeWatcher:
@@ -63,17 +70,18 @@ class NoticeWatcher:
         self._stopped = threading.Event()
         cloud = detect_cloud() if cloud is None else cloud
         self._sources: list[tuple[str, Callable[[], Notice | None]]] = []
-        """Name of what is asked, and the function that waits for an answer."""
+        """Name of what is asked, and the function that asks."""
         if "GCE_METADATA_HOST" in env or cloud == "gcp":
-            keys = [
-                _GceKey(env.get("GCE_METADATA_HOST") or GCE_HOST, key) for key in ("preempted", "maintenance-event")
+            ask = functools.partial(_ask_google, env.get("GCE_METADATA_HOST") or GCE_HOST)
+            self._sources = [
+                ("the metadata server of Google Cloud", functools.partial(ask, key)) for key in GCE_NOTICES
             ]
-            self._sources = [("the metadata server of Google Cloud", key.wait) for key in keys]
         elif env.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and (
             "AWS_EC2_METADATA_SERVICE_ENDPOINT" in env or cloud == "aws"
         ):
-            spot = _AwsSpot(env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or AWS_ENDPOINT, self._stopped)
-            self._sources = [("the metadata service of AWS", spot.wait)]
+            endpoint = env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or AWS_ENDPOINT
+            ask = functools.partial(_ask_aws, urlsplit(endpoint).netloc or endpoint)
+            self._sources = [("the metadata service of AWS", ask)]
 
     def start(self) -> None:
         for source in self._sources:
@@ -83,11 +91,11 @@ class NoticeWatcher:
         """No notice is reported afterwards. A thread in a request is left to it."""
         self._stopped.set()
 
-    def _watch(self, name: str, wait: Callable[[], Notice | None]) -> None:
+    def _watch(self, name: str, ask: Callable[[], Notice | None]) -> None:
         failures = 0
         while not self._stopped.is_set():
             try:
-                notice = wait()
+                notice = ask()
             except _NotOffered as error:
                 if not self._stopped.is_set():
                     self._report("info", f"no notices of a preemption: {name} has none ({error})")
@@ -104,74 +112,45 @@ class NoticeWatcher:
             if notice is not None and not self._stopped.is_set():
                 self._on_notice(notice)
                 return
+            self._stopped.wait(POLL_S)
 
 
 class _NotOffered(Exception):
     """The server answers and has no such key, or refuses it."""
 
 
-class _GceKey:
-    """A value below `instance/` of Google's metadata server."""
-
-    def __init__(self, address: str, key: str) -> None:
-        self._address, self._key, self._etag = address, key, ""
-
-    def wait(self) -> Notice | None:
-        """The notice that the value is; else waits until it changes, at most LONG_POLL_S. Raises OSError."""
-        query = f"?wait_for_change=true&timeout_sec={LONG_POLL_S:.0f}&last_etag={self._etag}" if self._etag else ""
-        path = f"/computeMetadata/v1/instance/{self._key}{query}"
-        timeout_s = LONG_POLL_S + 30 if query else 10
-        status, value, headers = _request(self._address, "GET", path, {"Metadata-Flavor": "Google"}, timeout_s)
-        if status in (403, 404):
-            raise _NotOffered(f"{self._key}: status {status}")
-        if status != 200:
-            raise OSError(f"status {status}")
-        self._etag = headers.get("ETag") or "0"
-        if self._key == "preempted" and value == "TRUE":
-            return Notice("the notice that this spot VM is preempted", GCE_GRACE_S)
-        if self._key == "maintenance-event" and value.startswith("TERMINATE"):
-            return Notice("the notice of maintenance of this VM's host", GCE_MAINTENANCE_GRACE_S)
-        return None
+def _ask_google(address: str, key: str) -> Notice | None:
+    """The notice that a value of Google's metadata server is. Raises OSError."""
+    value = _request(address, "GET", f"/computeMetadata/v1/instance/{key}", {"Metadata-Flavor": "Google"})
+    if value is None:
+        raise _NotOffered(key)
+    beginning, notice = GCE_NOTICES[key]
+    return notice if value.startswith(beginning) else None
 
 
-class _AwsSpot:
-    """The spot interruption notice of AWS, by IMDSv2."""
-
-    def __init__(self, endpoint: str, stopped: threading.Event) -> None:
-        self._address, self._stopped = urlsplit(endpoint).netloc or endpoint, stopped
-        self._token = ""
-
-    def wait(self) -> Notice | None:
-        """Asks once and, if there is no notice, waits AWS_POLL_S. Raises OSError."""
-        if not self._token:
-            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
-            status, token, _ = _request(self._address, "PUT", "/latest/api/token", ttl, 5)
-            if status != 200:
-                raise _NotOffered(f"token: status {status}")
-            self._token = token
-        headers = {"X-aws-ec2-metadata-token": self._token}
-        status, body, _ = _request(self._address, "GET", "/latest/meta-data/spot/instance-action", headers, 5)
-        if status == 200:
-            return Notice(f"the notice that this spot instance is interrupted ({body[:200]})", AWS_GRACE_S)
-        if status == 401:  # the token has expired
-            self._token = ""
-            return None
-        if status != 404:
-            raise OSError(f"status {status}")
-        self._stopped.wait(AWS_POLL_S)
-        return None
+def _ask_aws(address: str) -> Notice | None:
+    """The spot interruption notice of AWS, by IMDSv2. Raises OSError."""
+    token = _request(address, "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+    if token is None:
+        raise _NotOffered("token")
+    body = _request(address, "GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    return (
+        None
+        if body is None
+        else Notice(f"the notice that this spot instance is interrupted ({body[:200]})", AWS_GRACE_S)
+    )
 
 
-def _request(
-    address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float
-) -> tuple[int, str, http.client.HTTPMessage]:
-    connection = http.client.HTTPConnection(address, timeout=timeout_s)
-    try:
+def _request(address: str, method: str, path: str, headers: Mapping[str, str]) -> str | None:
+    """The answer of a metadata server; None: it has no such path, or refuses it. Raises OSError."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=TIMEOUT_S)) as connection:
         connection.request(method, path, headers=dict(headers))
         response = connection.getresponse()
-        return response.status, response.read().decode(errors="replace").strip(), response.headers
-    finally:
-        connection.close()
+        if response.status in (403, 404):
+            return None
+        if response.status != 200:
+            raise OSError(f"status {response.status}")
+        return response.read().decode(errors="replace").strip()
 
 
 def time_limit_s(env: Mapping[str, str] = os.environ, *, now: Callable[[], float] = time.time) -> float | None:
