@@ -68,11 +68,11 @@ def choose_run(
     messages, others, now = list[str](), list[str](), user_config.set_fields()
     for path in reversed(_find_runs(user_config)):
         try:
-            started = _read_user_config(path).set_fields()
+            before = _read_user_config(path).set_fields()
         except ConfigError:  # of another version
             continue
-        if changed := _changed(started, now):
-            is_free = started.get("data") == now.get("data") and not is_finished(path) and not is_held(path)
+        if changed := _changed(before, now):
+            is_free = before.get("data") == now.get("data") and not is_finished(path) and not is_held(path)
             if is_free and not others:
                 flags = ", ".join(f"--{flag_of(name)}" for name in changed)
                 others.append(
