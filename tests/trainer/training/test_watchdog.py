@@ -85,12 +85,6 @@ def frames(*files: str) -> list[traceback.FrameSummary]:
         ("eval", "/site/stoker/data/loading/worker_pool.py", "evaluation"),
         ("compute", "/site/stoker/training/several.py:/site/torch/autograd/graph.py", "collective"),
         ("compute", "/site/stoker/training/several.py:/site/torch/nn/modules/conv.py", "device"),
-        ("compute", "/site/torch/distributed/pipelining/schedules.py:/site/torch/nn/modules/conv.py", "device"),
-        (
-            "compute",
-            "/site/torch/distributed/pipelining/schedules.py:/site/torch/distributed/distributed_c10d.py",
-            "collective",
-        ),
     ],
 )
 def test_what_hangs_is_named(phase: str, innermost: str, expected: str) -> None:
