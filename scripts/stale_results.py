@@ -51,7 +51,6 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "startup": ("stoker/cli", "stoker/training/start.py", "stoker/training/run.py"),
     "step": MODELS,
     "storage": ("stoker_watch/storage",),
-    "architecture": ("stoker/search/architecture.py", *MODELS),
     "lr": ("stoker/tuning/learning_rate.py", "stoker/training/lr_policy.py", *MODELS),
     "watch_overhead": ("stoker_watch/watch", "stoker_watch/recording"),
     "tune": ("stoker/tuning", "stoker/training/trial.py", *LOADING),

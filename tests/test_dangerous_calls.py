@@ -27,7 +27,6 @@ RIGHT = {
     ("inference/runtime.py", "runtime.InferenceSession"):
         "takes external data from the file's own folder only: test_a_network_does_not_read_the_files_of_others",
     ("inference/runtime.py", "importlib.import_module"): "packages of stoker's extras, named by the callers",
-    ("search/architecture.py", "onnxruntime.InferenceSession"): "a network that stoker made, from memory",
     ("recording/hook/stoker_hook/__init__.py", "__import__"): "modules of the hook, by its own table",
     ("launching/spec.py", "importlib.import_module"): "a module of stoker, by its table PLACES",
     ("recording/callbacks/__init__.py", "importlib.import_module"): "frameworks, named by the callers",

@@ -193,3 +193,11 @@ def test_a_damaged_description_is_named(folder: Path, changes: dict[str, Any]) -
     with pytest.raises(StokerError, match=r"study\.json"):
         report(folder)
     assert os.listdir(folder / "trials")
+
+
+def test_a_study_of_networks_of_an_older_version_is_an_error_that_says_so(folder: Path) -> None:
+    study = json.loads((folder / "study.json").read_text())
+    study |= {"sampler": "nsga2", "space": {"settings": {"width": [8, 16]}, "limits": {}}}
+    (folder / "study.json").write_text(json.dumps(study))
+    with pytest.raises(StokerError, match="searched networks"):
+        report(folder)

@@ -22,7 +22,6 @@ def search(
     /,
     *,
     space: Annotated[Path | None, Parameter(group=_SEARCH)] = None,
-    architecture: Annotated[bool, Parameter(group=_SEARCH, negative="")] = False,
     trials: Annotated[int, Parameter(group=_SEARCH)] = 50,
     parallel: Annotated[int, Parameter(group=_SEARCH)] = 1,
     objective: Annotated[str, Parameter(group=_SEARCH)] = "ap",
@@ -54,19 +53,6 @@ def search(
     from stoker.search.start import search as run_search
 
     settings = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
-    if architecture:
-        from stoker.search.architecture import PARTS, search_architecture
-        from stoker.search.space import read_space
-        from stoker_watch.errors import UsageError
-
-        others = {"--parallel": parallel != 1, "--objective": objective != "ap", "--pruner": pruner is not None}
-        if wrong := [flag for flag, is_set in {**others, "--launcher": launcher != "local"}.items() if is_set]:
-            raise UsageError(f"--architecture takes no {', '.join(wrong)}.", fix="leave it out")
-        search_architecture(
-            settings, None if space is None else read_space(space, tuple(PARTS)), space, trials=trials,
-            folder=None if launch.run_dir is None else Path(launch.run_dir), dry_run=dry_run, say=print_text,
-        )  # fmt: skip
-        return
     request = SearchRequest(
         config=settings,
         space=space,

@@ -71,7 +71,7 @@ class EmberOutputs(NamedTuple):
 class DecoupledHead(nn.Module):
     """Per level: convolutions and the box distances; separable convolutions and the classes, which are easier."""
 
-    def __init__(self, channels: Sequence[int], num_classes: int, norm: Norm, depth: int) -> None:
+    def __init__(self, channels: Sequence[int], num_classes: int, norm: Norm) -> None:
         super().__init__()
         self.num_classes = num_classes
         # The widths do not depend on the number of classes, so weights of other classes can be loaded. Half of the
@@ -81,7 +81,7 @@ class DecoupledHead(nn.Module):
         def branches(make_conv: ConvFactory, hidden: int, outputs: int) -> nn.ModuleList:
             return nn.ModuleList(
                 nn.Sequential(
-                    *(make_conv(hidden if n else width, hidden, norm) for n in range(depth)),
+                    *(make_conv(hidden if n else width, hidden, norm) for n in range(HEAD_DEPTH)),
                     nn.Conv2d(hidden, outputs, 1),
                 )
                 for width in channels
@@ -90,7 +90,7 @@ class DecoupledHead(nn.Module):
         self.sides = branches(conv_norm, box_channels, 4 * REG_MAX)
         self.classes = branches(separable_conv_norm, channels[0], num_classes)
         for level_head in self.classes:
-            nn.init.constant_(level_head.get_parameter(f"{depth}.bias"), PRIOR_LOGIT)
+            nn.init.constant_(level_head.get_parameter(f"{HEAD_DEPTH}.bias"), PRIOR_LOGIT)
 
     def forward(self, levels: list[Tensor]) -> HeadOutputs:
         """levels: each [B, channels, h, w], finest first."""
@@ -103,7 +103,7 @@ class DecoupledHead(nn.Module):
 
 class Ember(Detector):
     """The detector, on a backbone of BACKBONES or a CSP backbone of these arguments. channels: of the three levels, at
-    strides 8, 16 and 32; num_blocks: as in `PAFPN`; head_depth: as in `DecoupledHead`."""
+    strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a level before NMS."""
@@ -112,7 +112,7 @@ class Ember(Detector):
 
     def __init__(
         self, settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any],
-        channels: Sequence[int], num_blocks: int, head_depth: int = HEAD_DEPTH,
+        channels: Sequence[int], num_blocks: int,
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)
         self.iou_threshold = 1.0 if settings.nms_free else IOU_THRESHOLD
@@ -121,10 +121,10 @@ class Ember(Detector):
         self.backbone = build_backbone_with_neck(
             backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
         )
-        self.num_levels, self.head_depth = len(channels), head_depth
-        self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm, head_depth)})
+        self.num_levels = len(channels)
+        self.head = nn.ModuleDict({"many": DecoupledHead(channels, num_classes, norm)})
         if settings.nms_free:
-            self.head["one"] = DecoupledHead(channels, num_classes, norm, head_depth)
+            self.head["one"] = DecoupledHead(channels, num_classes, norm)
         self.points = PointGenerator(shift=0.5)
         self.register_buffer("bin_distances", torch.tensor([float(n) for n in range(REG_MAX)]), persistent=False)
 
@@ -204,7 +204,7 @@ class Ember(Detector):
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         return tuple(
-            ClassHeadSpec(f"head.{name}.classes.{level}.{self.head_depth}")
+            ClassHeadSpec(f"head.{name}.classes.{level}.{HEAD_DEPTH}")
             for name in self.head
             for level in range(self.num_levels)
         )

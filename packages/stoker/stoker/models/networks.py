@@ -294,15 +294,10 @@ class SPPF(nn.Module):
         return self.join(torch.cat(features, dim=1))
 
 
-INVERTED_FACTOR = 4
-"""Expansion of the inverted residuals; MobileNetV2 has 6."""
-
-
 class CSPBackbone(nn.Sequential):
-    """Five stages at strides 2 … 32 of `width` to 16 · `width` channels; `depths`: residual blocks in the last four.
-    block: "csp", or "inverted" for inverted residuals in place of CSP layers."""
+    """Five stages at strides 2 … 32 of `width` to 16 · `width` channels; `depths`: residual blocks in the last four."""
 
-    def __init__(self, width: int, depths: Sequence[int], norm: Norm, block: str = "csp") -> None:
+    def __init__(self, width: int, depths: Sequence[int], norm: Norm) -> None:
         super().__init__()
         self.add_module("stem", conv_norm(3, width, norm, stride=2))
         for stage_number, num_blocks in enumerate(depths, start=1):
@@ -311,9 +306,6 @@ class CSPBackbone(nn.Sequential):
                 conv_norm(channels // 2, channels, norm, stride=2),
                 CSPLayer(channels, channels, num_blocks, norm),
             ]
-            if block == "inverted":
-                stage = [InvertedResidualV2(channels // 2, channels, 2, INVERTED_FACTOR, norm)]
-                stage += [InvertedResidualV2(channels, channels, 1, INVERTED_FACTOR, norm) for _ in range(num_blocks)]
             if stage_number == len(depths):
                 stage.append(SPPF(channels, norm))
             self.add_module(f"layer{stage_number}", nn.Sequential(*stage))

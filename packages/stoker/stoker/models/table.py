@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.config.architectures import Architecture, find_architecture, read_architectures
+from stoker.config.architectures import Architecture, read_architectures
 from stoker.config.settings import SECTION_OF, Config, ModelSettings, setting_rows
 from stoker.models.detector import Detector
 from stoker.models.detr_weights import convert_dfine, convert_rf_detr
@@ -53,7 +53,7 @@ MODELS = read_architectures()
 
 def get_architecture(name: str) -> Architecture:
     """The architecture called `name`. Raises ConfigError with the valid names."""
-    found = MODELS.get(name) or find_architecture(name)
+    found = MODELS.get(name)
     if found is None:
         raise ConfigError(did_you_mean(f"There is no model called {name!r}", name, MODELS), choices=MODELS)
     return found

@@ -6,14 +6,14 @@ is a ConfigError before a trial runs.
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from stoker.config.architectures import find_architecture
+from stoker.config.architectures import read_architectures
 from stoker.config.settings import SECTION_OF, SECTIONS, Config, check_config, from_fields, setting_rows
 from stoker.knowledge import read_toml
 from stoker_watch import regular_files
@@ -64,8 +64,8 @@ class Space(msgspec.Struct, frozen=True):
         return [*lines, *(f"limit: {name} ≤ {value:g}" for name, value in self.limits.items())]
 
 
-def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
-    """A space.toml; parts: the names of a space of networks, instead of settings. Raises ConfigError."""
+def read_space(path: Path) -> Space:
+    """A space.toml. Raises ConfigError."""
     try:
         table = tomllib.loads(regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES))
     except OSError as error:
@@ -81,19 +81,7 @@ def read_space(path: Path, parts: Sequence[str] = ()) -> Space:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"The limit {name} = {value!r} is not a number above 0.", location=path)
     numbers = {name: float(value) for name, value in limits.items()}
-    if not parts:
-        return make_space(table, numbers, path)
-    if not table:
-        raise ConfigError("The space is empty.", location=path, fix="width = [8, 16]")
-    for name, choices in table.items():
-        if name not in parts:
-            text = did_you_mean(f"A network has no {name!r}", name, parts)
-            raise ConfigError(text, location=path, choices=parts)
-        if not isinstance(choices, list) or not choices or len(set(map(repr, choices))) < len(choices):
-            raise ConfigError(f"{name} has no list of different choices.", location=path, fix=f"{name} = [8, 16]")
-    if "step_s" in numbers:
-        raise ConfigError("A network has no step_s.", location=path, choices=["latency_ms", "memory_gib"])
-    return Space(table, numbers)
+    return make_space(table, numbers, path)
 
 
 def make_space(table: Mapping[str, Any], limits: dict[str, float], location: Path | None = None) -> Space:
@@ -108,7 +96,7 @@ def default_space(config: Config) -> Space:
     """The small space of the model's recipe around the derived settings. config: complete."""
     rows = read_toml("search.toml")
     table: dict[str, Any] = {}
-    architecture = find_architecture(config.model.model)
+    architecture = read_architectures().get(config.model.model)
     own = {} if architecture is None else rows.get(architecture.recipe, {})
     for name, row in (rows["default"] | own).items():
         derived = config.set_fields().get(name)

@@ -35,7 +35,7 @@ with needs_package("optuna", "`stoker search`"):
     import optuna
     from optuna.distributions import distribution_to_json
     from optuna.pruners import BasePruner, HyperbandPruner, NopPruner, SuccessiveHalvingPruner
-    from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+    from optuna.samplers import BaseSampler, RandomSampler, TPESampler
     from optuna.storages import JournalStorage
     from optuna.storages.journal import BaseJournalBackend
     from optuna.study import StudyDirection
@@ -55,8 +55,6 @@ RUNGS = 9
 a third at the most."""
 STARTUP_TRIALS = 10
 """Random trials before the sampler models anything: Optuna's default."""
-MAX_CHILDREN = 20
-"""Children that NSGA-II makes until one is new; then it is drawn at random."""
 MAX_STARTS = 10
 """After which a trial has failed: its workers ended before it did."""
 RUNG_ATTRIBUTE = "completed_rung_"
@@ -86,8 +84,8 @@ class StudySpec(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: _Count
     """Evaluations of a full trial, for the pruner."""
     seed: int
-    sampler: Literal["tpe", "nsga2"] = "tpe"
-    """nsga2: for networks (Deb et al. 2002); a round is a generation."""
+    sampler: str = "tpe"
+    """Studies of networks, by versions that searched them, have another one."""
 
 
 class Claim(NamedTuple):
@@ -352,6 +350,11 @@ def read_spec(folder: Path) -> StudySpec:
     try:
         data = regular_files.read_bytes(folder / STUDY, max_bytes=MAX_SPEC_BYTES, flags=regular_files.NO_LINKS)
         spec = msgspec.json.decode(data, type=StudySpec)
+        if spec.sampler != "tpe":
+            raise UsageError(
+                "The study searched networks, which stoker does no longer.", location=folder / STUDY,
+                fix="the version of stoker that began it; `stoker search --space` searches settings",
+            )  # fmt: skip
         spec.space.distributions()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError("There is no study.", location=folder, fix="stoker search DATA --run-dir FOLDER") from error
@@ -399,8 +402,6 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
 
 def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
     seed = random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
-    if spec.sampler == "nsga2" and draw < MAX_CHILDREN:  # a child may be a network that was tried before
-        return NSGAIISampler(population_size=spec.round, seed=seed)
     if draw:
         return RandomSampler(seed=seed)
     return TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
@@ -434,8 +435,6 @@ def _rounds_before(spec: StudySpec, trials: Sequence[FrozenTrial], number: int, 
         attributes = dict(trial.user_attrs.get("rungs", {})) if known else {}
         if known:
             attributes |= {f"constraints:{name}": value for name, value in trial.constraints.items()}
-            if spec.sampler == "nsga2":
-                attributes[NSGAIISampler._get_generation_key()] = trial.number // spec.round
         study.add_trial(
             create_trial(
                 state=state,

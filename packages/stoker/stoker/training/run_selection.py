@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from stoker.config.architectures import model_name
 from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.training.supervisor import read_restart
@@ -262,8 +261,6 @@ def with_absolute_paths(user_config: Config) -> Config:
         changes["data"] = _to_absolute(data)
     if weights not in (None, "coco", "imagenet", "none"):
         changes["weights"] = _to_absolute(weights)
-    if "model" in fields:
-        changes["model"] = model_name(fields["model"])
     return user_config.replace(**changes)
 
 
