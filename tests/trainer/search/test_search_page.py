@@ -55,6 +55,6 @@ def test_its_space_is_valid(tmp_path: Path) -> None:
 def test_it_names_every_setting_of_the_default_spaces() -> None:
     rows = {kind: row for kind, row in read_toml("search.toml").items() if kind != "not_searched"}
     assert set(rows) - {"default"} <= {row.recipe for row in read_architectures().values()}
-    for kind, table in rows.items():
+    for table in rows.values():
         for name in table:
             assert f"`{name}`" in PAGE, name

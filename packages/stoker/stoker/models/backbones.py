@@ -8,7 +8,7 @@ it; stages are frozen by their number. SSD's backbones are in `ssd.py`; `weights
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -177,10 +177,9 @@ def _resnet(block: Callable[..., ResidualBlock], num_blocks: tuple[int, ...]) ->
     return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
 
 
-def _csp(width: int, depths: tuple[int, ...], block: str = "csp") -> BackboneSpec:
-    return BackboneSpec(
-        lambda norm: CSPBackbone(width, depths, norm, block), [(name, width * 2**n) for n, name in enumerate(STAGES)]
-    )
+def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
+    outputs = [(name, width * 2**n) for n, name in enumerate(STAGES)]
+    return BackboneSpec(lambda norm: CSPBackbone(width, depths, norm), outputs)
 
 
 BACKBONES: dict[str, BackboneSpec] = {
@@ -226,12 +225,12 @@ def build_backbone_with_fpn(
 
 
 def build_backbone_with_neck(
-    backbone: str | Mapping[str, Any], neck: Callable[[list[int]], nn.Module], *, norm: NormKind,
+    backbone: str, neck: Callable[[list[int]], nn.Module], *, norm: NormKind,
     trainable_stages: int, min_level: int = 3, return_layers: Mapping[str, int] | None = None, neck_name: str = "neck",
 ) -> BackboneWithNeck:  # fmt: skip
-    """A backbone of BACKBONES, or a CSP backbone of these arguments, with its first stages frozen, and `neck(channels
+    """A backbone of BACKBONES with its first stages frozen, and `neck(channels
     of its maps)`. min_level, return_layers: as in `build_backbone_with_fpn`."""
-    spec = BACKBONES[backbone] if isinstance(backbone, str) else _csp(**backbone)
+    spec = BACKBONES[backbone]
     network = spec.build(NORMS[norm])
     pad_and_fold(network)
     freeze_stages(network, [name for name, _ in spec.stage_outputs], trainable_stages)

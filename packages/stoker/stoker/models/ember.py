@@ -17,7 +17,7 @@ With `nms_free` there is a second, one-to-one head, trained to detect each box a
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class DecoupledHead(nn.Module):
 
 
 class Ember(Detector):
-    """The detector, on a backbone of BACKBONES or a CSP backbone of these arguments. channels: of the three levels, at
+    """The detector, on a backbone of BACKBONES. channels: of the three levels, at
     strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
 
     pre_nms_top_n = PRE_NMS_TOP_N
@@ -111,7 +111,7 @@ class Ember(Detector):
     bin_distances: Tensor
 
     def __init__(
-        self, settings: ModelSettings, num_classes: int, *, backbone: str | Mapping[str, Any],
+        self, settings: ModelSettings, num_classes: int, *, backbone: str,
         channels: Sequence[int], num_blocks: int,
     ) -> None:  # fmt: skip
         super().__init__(settings, num_classes)

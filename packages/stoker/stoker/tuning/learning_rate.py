@@ -5,6 +5,7 @@ What to try next is in `training/lr_policy.py`. The range test is a trial proces
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from stoker.training.lr_policy import Score
 from stoker.training.start import ResolvedRun
 from stoker.tuning import policy
 from stoker.tuning.levers import Facts
-from stoker.tuning.lr_plot import draw
 from stoker.tuning.runner import LOG, TuneRequest, collect_facts, open_folder, resolve, train_briefly
 from stoker.tuning.trials import TrialError, TrialProcess, TrialRecords, new_probe
 from stoker_watch.durations import parse_duration
@@ -34,7 +34,6 @@ from stoker_watch.storage.local_files import write_atomic
 from stoker_watch.storage.uri import display_path
 
 RANGE_TEST, TRAINING = "range_test", "lr"
-PLOT = "lr.svg"
 RAMP_STEPS = 60
 RAMP_LOW, RAMP_HIGH = 1e-3, 1e2
 """Times the learning rate of the settings: five decades, twelve steps each. The recipe's is within two of the best."""
@@ -55,7 +54,6 @@ class LrResult(msgspec.Struct, kw_only=True):
     machine: str
     config: str
     """File of the settings with the learning rate."""
-    plot: str
     lr: float
     lr_before: float
     reason: str
@@ -83,18 +81,19 @@ def tune_lr(request: TuneRequest, on_progress: Callable[[str], None]) -> LrResul
         return _Search(request, resolved, facts, trials, on_progress).run()
 
 
+@dataclasses.dataclass(frozen=True)
 class _Search:
-    def __init__(
-        self,
-        request: TuneRequest,
-        resolved: ResolvedRun,
-        facts: Facts,
-        trials: TrialRecords,
-        on_progress: Callable[[str], None],
-    ) -> None:
-        self.request, self.resolved, self.facts, self.on_progress = request, resolved, facts, on_progress
-        self.records, run = trials, resolved.config.run
-        self.total = total_steps(parse_duration(run.max_duration), facts.num_images, run.batch_size)
+    request: TuneRequest
+    resolved: ResolvedRun
+    facts: Facts
+    records: TrialRecords
+    on_progress: Callable[[str], None]
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the run; None: its length is a time."""
+        run = self.resolved.config.run
+        return total_steps(parse_duration(run.max_duration), self.facts.num_images, run.batch_size)
 
     def run(self) -> LrResult:
         """Does the range test and the trainings; returns what follows from them."""
@@ -122,7 +121,7 @@ class _Search:
         if best is None:
             what, fix = "Training diverges at every learning rate.", "look for broken boxes: `stoker data check`"
             raise DataError(what, location=self.records.path, fix=fix)
-        return self._write(best, center, ramp, done)
+        return self._write(best, center, done)
 
     def _do(self, kind: str, steps: int, changes: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> Probe:
         trial = max((line.trial for line in self.records.lines), default=0) + 1
@@ -183,8 +182,8 @@ class _Search:
             if line.probe == TRAINING and line.steps in numbers and line.state not in ("planned", "run")
         }
 
-    def _write(self, best: Score, center: float, ramp: Probe, done: lr_policy.Done) -> LrResult:
-        """Writes config.toml and the plot; returns the result."""
+    def _write(self, best: Score, center: float, done: lr_policy.Done) -> LrResult:
+        """Writes config.toml; returns the result."""
         resolved, path, trials = self.resolved, self.records.path, self.records.newest()
         config, optimizer = resolved.config, resolved.config.optim.optimizer
         assert best.ap is not None
@@ -197,10 +196,9 @@ class _Search:
         ) + ("; it is at the edge of what was tried" if at_edge else "")
         if best.ap < lr_policy.MIN_AP:
             reason += f"; no AP is above {lr_policy.MIN_AP:g}, so that the training loss decided: give more --budget"
-        target, plot = path / CONFIG, path / PLOT
+        target = path / CONFIG
         reasons = {name: text for name, text in resolved.reasons.items() if name != "lr"} | {"lr": reason}
         write_atomic(target, to_toml(config.replace(lr=best.lr), reasons).encode())
-        write_atomic(plot, draw(ramp.lrs, ramp.losses, done, best.lr).encode())
         batch = config.run.batch_size
         advice = []
         for ratio in BATCH_RATIOS:
@@ -211,7 +209,7 @@ class _Search:
                 advice.append(Advice(batch_size=size, lr_linear=linear, lr_square_root=root, warmup_steps=warmup))
         schedule = f"{config.optim.lr_scheduler}, after {config.optim.warmup_steps} steps of warm-up"
         return LrResult(
-            folder=display_path(path), machine=self.facts.machine, config=display_path(target), plot=display_path(plot),
+            folder=display_path(path), machine=self.facts.machine, config=display_path(target),
             lr=best.lr, lr_before=config.optim.lr, reason=reason, schedule=schedule, advice=advice, trials=trials,
             rule="linear" if optimizer == "sgd" else "square root",
         )  # fmt: skip
@@ -249,7 +247,7 @@ def print_lr_result(result: LrResult) -> None:
     lines: list[RenderableType] = [
         "", table("lr", "steps", "AP", "training loss", right=(0, 1, 2), rows=rows), "",
         f"lr {result.lr:.3g} instead of {result.lr_before:.3g}: {result.reason}.",
-        f"Schedule: {result.schedule}. Plot: {result.plot}", "",
+        f"Schedule: {result.schedule}.", "",
         table("batch size", "lr, linear", "lr, square root", "warm-up steps", right=(0, 1, 2, 3), rows=advice),
         f"The {result.rule} rule is that of this optimizer. `stoker train --config {result.config}` trains with it.",
     ]  # fmt: skip
