@@ -85,7 +85,8 @@ def check(
     CPU without `device="cpu"`. Raises StokerError for settings that do not exist or contradict each other.
     """
     from stoker.config.settings import check_config
-    from stoker.planning.check import CheckRequest, run_checks
+    from stoker.planning import CheckRequest
+    from stoker.planning.check import run_checks
     from stoker.training.run_selection import with_absolute_paths
 
     fields = translate_keywords("check", settings, data=data, run_dir=run_dir, devices=devices)

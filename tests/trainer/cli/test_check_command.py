@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.planning import CheckRequest
 from stoker.planning import check as checking
-from stoker.planning.check import CheckReport, CheckRequest, ProbeTime
+from stoker.planning.check import CheckReport, ProbeTime
 from stoker.preflight.catalog import make_finding
 from stoker_watch.cli.app import main
 from stoker_watch.findings.finding import Finding

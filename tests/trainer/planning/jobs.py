@@ -4,9 +4,10 @@ from typing import Any
 
 import msgspec
 
+from stoker.data.loading.device_decoder import HostDecode
 from stoker.planning.duration import TrainingJob
 from stoker.planning.machines import Machine
-from stoker.planning.predict import LoaderDemand, StepPrediction
+from stoker.planning.predict import StepPrediction
 from stoker_watch.durations import Duration
 
 STEP = StepPrediction(
@@ -33,7 +34,7 @@ JOB = TrainingJob(
     images_seen=120_000.0,
     num_evaluations=12.0,
     checkpoint_every=Duration(2, "minutes"),
-    demand=LoaderDemand(decode_core_s=2e-3, bytes_per_image=100e3, images=16),
+    demand=HostDecode(2e-3, 100e3, 16, 0.0),
 )
 MACHINE = Machine(
     name="test-1g", cloud="GCP", accelerator="a100-40", gpus=1, vcpus=64, memory_gib=256, network_gbit=100, link="none",
@@ -53,5 +54,5 @@ def machine(**changes: Any) -> Machine:
     return msgspec.structs.replace(MACHINE, **changes)
 
 
-def demand(decode_core_s: float, bytes_per_image: float = 100e3) -> LoaderDemand:
-    return LoaderDemand(decode_core_s=decode_core_s, bytes_per_image=bytes_per_image, images=16)
+def demand(decode_core_s: float, bytes_per_image: float = 100e3) -> HostDecode:
+    return HostDecode(decode_core_s, bytes_per_image, 16, 0.0)

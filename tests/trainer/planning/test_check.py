@@ -14,10 +14,10 @@ import torch
 
 import stoker
 from stoker.config.settings import from_fields
+from stoker.planning import CheckRequest
 from stoker.planning import check as checking
 from stoker.planning.check import (
     CheckReport,
-    CheckRequest,
     MemoryFit,
     MemoryFitResult,
     Prober,

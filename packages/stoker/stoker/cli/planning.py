@@ -1,5 +1,6 @@
 """The commands before a training: `check`, what could stop or slow it; `plan`, what it needs and costs elsewhere."""
 
+import dataclasses
 import functools
 import os
 import sys
@@ -11,9 +12,10 @@ from cyclopts import Group, Parameter
 from stoker.cli.quick_import import quick_imports
 from stoker.cli.train import join_settings
 from stoker.config.settings import Config
+from stoker.planning import CheckRequest
 from stoker_watch.cli import described
 from stoker_watch.durations import parse_time_s
-from stoker_watch.printable import print_json, print_text
+from stoker_watch.printable import print_json
 
 
 @described
@@ -21,18 +23,11 @@ def check(
     data: str | None = None,
     /,
     *,
-    config: Annotated[Config, Parameter(name="*", show=False)] = Config(),  # noqa: B008  # frozen
+    request: Annotated[CheckRequest, Parameter(name="*")] = CheckRequest(),  # noqa: B008  # frozen
     epochs: Annotated[float | None, Parameter(show=False)] = None,
     steps: Annotated[int | None, Parameter(show=False)] = None,
     max_time: Annotated[str | None, Parameter(show=False)] = None,
-    devices: int = 1,
-    run_dir: str | None = None,
     config_file: Annotated[Path | None, Parameter(name="--config")] = None,
-    dockerfile: Path | None = None,
-    requirements: Path | None = None,
-    script: Path | None = None,
-    driver: str | None = None,
-    deep: bool = False,
     all_: Annotated[bool, Parameter(name="--all")] = False,
     json: bool = False,
 ) -> None:
@@ -49,22 +44,13 @@ def check(
 
     with quick_imports():
         from stoker.config.settings import check_config
-        from stoker.planning.check import CheckRequest, run_checks
+        from stoker.planning.check import run_checks
         from stoker.training.run_selection import with_absolute_paths
         from stoker_watch.report.findings_terminal import print_findings
 
-    config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
+    config = join_settings(request.config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     check_config(config)
-    request = CheckRequest(
-        config=with_absolute_paths(config),
-        run_dir=run_dir,
-        devices=devices,
-        deep=deep,
-        dockerfile=dockerfile,
-        requirements=requirements,
-        script=script,
-        driver=driver,
-    )
+    request = dataclasses.replace(request, config=with_absolute_paths(config))
     shows_progress = sys.stderr.isatty() and not json
     rewrite = functools.partial(print, "\r\x1b[K", sep="", end="", file=sys.stderr, flush=True)
     report = run_checks(request, on_probe=(lambda name: rewrite(f"checking: {name} …")) if shows_progress else None)
@@ -105,7 +91,6 @@ def plan(
     by: Annotated[str | None, Parameter(group=_PLAN)] = None,
     budget: Annotated[float | None, Parameter(group=_PLAN)] = None,
     prices: Annotated[Path | None, Parameter(group=_PLAN)] = None,
-    html: Annotated[Path | None, Parameter(group=_PLAN)] = None,
     json: Annotated[bool, Parameter(group=_PLAN, negative="")] = False,
     config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
     epochs: Annotated[float | None, Parameter(group="Run")] = None,
@@ -122,20 +107,16 @@ def plan(
     with quick_imports():
         from stoker.planning.plan import make_plan, to_dict
         from stoker.planning.recommend import Limits
-        from stoker.planning.views import print_plan, write_page
+        from stoker.planning.views import print_plan
 
     user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps)
     if budget is not None and not 0 < budget < 1e9:
         raise ConfigError(f"--budget {budget:g}: wanted US dollars above 0.")
     limits = Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget)
     result = make_plan(user_config, on=on, gpus=gpus, spot=spot, limits=limits, prices=prices, measure=measure)
-    if html is not None:
-        write_page(result, html)
     if json:
         print_json(to_dict(result))
     else:
         print_plan(result)
-        if html is not None:
-            print_text(f"written: {html}")
     if result.recommendation.choice is None:
         sys.exit(1)

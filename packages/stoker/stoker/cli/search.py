@@ -1,13 +1,13 @@
 """`stoker search`, and its workers. Imports its code when it runs."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from stoker.cli.train import join_settings
-from stoker.config.settings import Config
-from stoker.launching.spec import LaunchRequest, PlaceOptions
+from stoker.search import SearchRequest
 from stoker_watch.cli import described
 from stoker_watch.errors import needs_package
 from stoker_watch.printable import print_text
@@ -21,21 +21,12 @@ def search(
     data: str | None = None,
     /,
     *,
-    space: Annotated[Path | None, Parameter(group=_SEARCH)] = None,
-    trials: Annotated[int, Parameter(group=_SEARCH)] = 50,
-    parallel: Annotated[int, Parameter(group=_SEARCH)] = 1,
-    objective: Annotated[str, Parameter(group=_SEARCH)] = "ap",
-    pruner: Annotated[str | None, Parameter(group=_SEARCH)] = None,
-    launcher: Annotated[str, Parameter(group=_SEARCH)] = "local",
-    dry_run: Annotated[bool, Parameter(group=_SEARCH, negative="")] = False,
-    worker: Annotated[Path | None, Parameter(group=_SEARCH, show=False)] = None,
-    config: Annotated[Config, Parameter(name="*")] = Config(),  # noqa: B008  # frozen
+    request: Annotated[SearchRequest, Parameter(name="*", group=_SEARCH)] = SearchRequest(),  # noqa: B008  # frozen
+    worker: Annotated[Path | None, Parameter(show=False)] = None,
     epochs: Annotated[float | None, Parameter(group="Run")] = None,
     steps: Annotated[int | None, Parameter(group="Run")] = None,
     max_time: Annotated[str | None, Parameter(group="Run")] = None,
     config_file: Annotated[Path | None, Parameter(name="--config", group="Run")] = None,
-    launch: Annotated[LaunchRequest, Parameter(name="*", group="Launch")] = LaunchRequest(),  # noqa: B008  # frozen
-    options: Annotated[PlaceOptions, Parameter(name="*", group="Place")] = PlaceOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Searches settings that train a better model: many trainings, which Optuna chooses and prunes.
 
@@ -49,20 +40,7 @@ def search(
 
         work(worker)
         return
-    from stoker.search.start import SearchRequest
     from stoker.search.start import search as run_search
 
-    settings = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
-    request = SearchRequest(
-        config=settings,
-        space=space,
-        trials=trials,
-        parallel=parallel,
-        objective=objective,
-        pruner=pruner,
-        launcher=launcher,
-        launch=launch,
-        options=options,
-        dry_run=dry_run,
-    )
-    run_search(request, print_text)
+    config = join_settings(request.config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
+    run_search(dataclasses.replace(request, config=config), print_text)

@@ -6,15 +6,13 @@ A probe that hangs or raises becomes a finding `unknown`: the others are still a
 speed is then measured; a CPU's memory is counted, and its speed estimated.
 """
 
-import dataclasses
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +20,7 @@ import msgspec
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.index import REQUIRED_SPLITS, Index, find_refusals, open_index_of
 from stoker.hardware.cuda_trial import gpu_evidence
+from stoker.planning import CheckRequest
 from stoker.preflight.access import check_writable
 from stoker.preflight.catalog import make_finding, refused, run_program, unknown
 from stoker.preflight.cloud import check_cloud
@@ -47,23 +46,6 @@ DEEP_FACTOR = 6
 DATA_PATH_S, NETWORK_S = 5.0, 10.0
 """Seconds of measuring."""
 _IMPORTS_TENSORFLOW = re.compile(r"^\s*(?:import|from)\s+(?:tensorflow|keras|tf_keras)\b", re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckRequest:
-    """What to check. config: settings of the training; without `data` only the machine is checked."""
-
-    config: Config = Config()  # noqa: RUF009  # frozen
-    run_dir: str | None = None
-    devices: int = 1
-    """GPUs of this machine that train, as `--devices`."""
-    deep: bool = False
-    dockerfile: Path | None = None
-    requirements: Path | None = None
-    script: Path | None = None
-    driver: str | None = None
-    """Version of the driver of the machine that will run the files."""
-    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
 
 class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -291,7 +273,7 @@ def try_batch(user_config: Config, num_devices: int = 1) -> MemoryFitResult:
         tried, speed = "tried on the device", f"; {images_per_s:,.0f} img/s"
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
     try:
-        decode_core_s = loader_demand(config, index).decode_core_s
+        decode_core_s = loader_demand(config, index).seconds
     except StokerError:  # no image can be decoded: another probe reports that
         decode_core_s = None
     name = device.name if num_devices == 1 else f"{num_devices} × {device.name}"

@@ -16,10 +16,11 @@ import msgspec
 
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.pixel_cache import CachePolicyInputs, choose_cache
+from stoker.data.loading.device_decoder import HostDecode
 from stoker.hardware.exchange_cost import DeviceLink, Workload, expected_maximum, step_cost
 from stoker.knowledge import read_toml
 from stoker.planning.machines import GIB, Case, Estimate, Machine, exactly, links
-from stoker.planning.predict import LoaderDemand, StepPrediction
+from stoker.planning.predict import StepPrediction
 from stoker.training.defaults import sync_choice
 from stoker_watch.durations import Duration
 from stoker_watch.report import format as fmt
@@ -64,7 +65,8 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     num_evaluations: float
     checkpoint_every: Duration
     """0: at the end only."""
-    demand: LoaderDemand
+    demand: HostDecode
+    """What loading an image costs, whatever the device that trains; measured on this machine."""
     is_remote: bool = False
     """Whether the images are in a bucket; otherwise they are assumed on a disk of the machine."""
     cache: str | None = None
@@ -169,7 +171,7 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
     error = step.peak_error
     fits: MEMORY_FITS = "yes" if step.peak_bytes * (1 + error) <= step.memory_bytes else "perhaps"
     expected_rate = cases["expected"]["device_img_per_s"]
-    decoded_per_vcpu = LOADER_CORE_FRACTION * UNCERTAIN["vcpu_speed"].expected / max(job.demand.decode_core_s, 1e-9)
+    decoded_per_vcpu = LOADER_CORE_FRACTION * UNCERTAIN["vcpu_speed"].expected / max(job.demand.seconds, 1e-9)
     return MachinePlan(
         machine=machine.name,
         cloud=machine.cloud,
@@ -188,7 +190,7 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         step_error=step.step_error,
         vcpus=machine.vcpus * placement.machines,
         required_vcpus=expected_rate / decoded_per_vcpu + placement.gpus * CPU_OF_TRAINING_THREAD,
-        required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,
+        required_mb_per_s=expected_rate * job.demand.encoded_bytes / 1e6,
         sync=None if placement.gpus == 1 else str(model.sync[0]),
         sync_reason=model.sync[1],
         limited_by=model.limited_by(cases["expected"]),
@@ -338,7 +340,7 @@ class _Model:
         speed = 1.0 if machine.is_this else UNCERTAIN["vcpu_speed"].rate(case)
         has_ssd = machine.ssd_gb and not machine.is_this
         disk = (UNCERTAIN["ssd_bytes_per_s"] if has_ssd else UNCERTAIN["disk_bytes_per_s"]).rate(case)
-        core_s, read_bytes, bandwidth, kind = job.demand.decode_core_s, job.demand.bytes_per_image, disk, "disk"
+        core_s, read_bytes, bandwidth, kind = job.demand.seconds, job.demand.encoded_bytes, disk, "disk"
         if not is_first and job.cache_inputs is not None and self.cache() != "none":
             core_s = max(core_s - job.cache_inputs.decode_s, MIN_CACHED_FRACTION * core_s)
             read_bytes = job.cache_inputs.cached_bytes / max(1, job.cache_inputs.num_images)

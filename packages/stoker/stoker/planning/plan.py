@@ -125,8 +125,8 @@ def make_plan(
             f"{fmt.count(round(job.images_seen))} images, {epochs:.3g} epochs of {fmt.count(job.num_images)}; "
             f"{fmt.count(steps)} steps of {config.run.batch_size}; "
             f"{fmt.plural(round(job.num_evaluations), 'evaluation')} of {fmt.plural(job.num_val_images, 'image')}",
-            f"loading an image: {1e3 * job.demand.decode_core_s:.2g} ms of a core here ({job.demand.images} tried), "
-            f"{fmt.size(job.demand.bytes_per_image)}",
+            f"loading an image: {1e3 * job.demand.seconds:.2g} ms of a core here ({job.demand.images} tried), "
+            f"{fmt.size(job.demand.encoded_bytes)}",
         ],
         limits=limits,
         rows=rows,

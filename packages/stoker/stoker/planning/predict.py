@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from stoker.config.settings import Config
 from stoker.data.augment import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
-from stoker.data.loading.device_decoder import measure_host_decode
+from stoker.data.loading.device_decoder import HostDecode, measure_host_decode
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.hardware.device import Device
 from stoker.knowledge import read_toml
@@ -224,15 +224,6 @@ class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """What an all-reduce sends."""
     source: str
     """What the time rests on: measured runs, or assumptions."""
-
-
-class LoaderDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """What loading an image costs, whatever the device that trains."""
-
-    decode_core_s: float
-    """Core-seconds to decode and resize an image; measured on this machine."""
-    bytes_per_image: float
-    images: int
 
 
 def predict_steps(
@@ -444,7 +435,7 @@ def measure_steps(config: Config, index: Index, device: Device) -> None:
     )
 
 
-def loader_demand(config: Config, index: Index) -> LoaderDemand:
+def loader_demand(config: Config, index: Index) -> HostDecode:
     """Measures the decoding of a few images of the training split, at the size of the model's input. Raises DataError
     where none can be decoded, StorageError where a bucket cannot be read."""
     if not {"image_size", "resize"} <= config.set_fields().keys():
@@ -455,4 +446,4 @@ def loader_demand(config: Config, index: Index) -> LoaderDemand:
     )
     if decode is None:
         raise DataError("No image of the training split could be decoded.", location=index.source)
-    return LoaderDemand(decode_core_s=decode.seconds, bytes_per_image=decode.encoded_bytes, images=decode.images)
+    return decode

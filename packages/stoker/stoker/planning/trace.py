@@ -287,13 +287,8 @@ def _touched_bytes(tensor: Tensor) -> float:
 # The process.
 
 
-class TraceResult(msgspec.Struct, frozen=True, kw_only=True):
-    trace: StepTrace | None = None
-    error: str = ""
-
-
 def main() -> None:
-    """Traces the steps of stdin (`TracedStep`), and writes a `TraceResult` for each in a line."""
+    """Traces the steps of stdin (`TracedStep`). Writes a line for each: its trace, or as a text why there is none."""
     fake_accelerator.install()
     output = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
@@ -311,10 +306,10 @@ def main() -> None:
                 model = CountedStep(spec, Device(torch.device(kind)), is_fake=True)
             if not spec.on_cpu:
                 fake_accelerator.set_memory(memory_bytes)
-            answer = TraceResult(trace=model.count(model.empty_batch(batch_size)))
+            answer: StepTrace | str = model.count(model.empty_batch(batch_size))
         except Exception as error:  # noqa: BLE001 (fake tensors, and settings of another version, raise anything)
             model = None
-            answer = TraceResult(error=f"{type(error).__name__}: {error}")
+            answer = f"{type(error).__name__}: {error}"
         output.write(msgspec.json.encode(answer).decode() + "\n")
         output.flush()
 
@@ -341,12 +336,12 @@ class TracedStep(NamedTuple):
 
 class Traces:
     def __init__(self) -> None:
-        self._found: dict[str, TraceResult] = {}
+        self._found: dict[str, StepTrace | str] = {}
 
     def add(self, steps: Iterable[TracedStep]) -> None:
         """Traces what is not traced yet, now or earlier, in two processes at a time."""
         missing = {key: step for step in steps if (key := step.key()) not in self._found}
-        self._found |= {key: TraceResult(trace=trace) for key in missing if (trace := read_trace(key)) is not None}
+        self._found |= {key: trace for key in missing if (trace := read_trace(key)) is not None}
         by_spec: dict[bytes, list[str]] = {}  # the steps of one model are traced by the same process, which keeps it
         for key, step in missing.items():
             if key not in self._found:
@@ -359,19 +354,19 @@ class Traces:
             for keys, answers in zip(parts, done, strict=True):
                 for key, answer in zip(keys, answers, strict=True):
                     self._found[key] = answer
-                    if answer.trace is not None:
-                        write_trace(key, answer.trace)
+                    if isinstance(answer, StepTrace):
+                        write_trace(key, answer)
 
     def get(self, step: TracedStep) -> StepTrace:
         """Raises StokerError where the step could not be traced."""
         answer = self._found[step.key()]
-        if answer.trace is None:
-            raise StokerError("A training step could not be traced.", cause=answer.error)
-        return answer.trace
+        if isinstance(answer, str):
+            raise StokerError("A training step could not be traced.", cause=answer)
+        return answer
 
 
-def trace_steps(steps: Sequence[TracedStep]) -> list[TraceResult]:
-    """Traces steps in a process, one after the other."""
+def trace_steps(steps: Sequence[TracedStep]) -> list[StepTrace | str]:
+    """Traces steps in a process, one after the other; a text says why one could not be traced."""
     if not steps:
         return []
     done = subprocess.run(
@@ -382,10 +377,10 @@ def trace_steps(steps: Sequence[TracedStep]) -> list[TraceResult]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
-    answers = [msgspec.json.decode(line, type=TraceResult) for line in done.stdout.splitlines()]
+    answers = [msgspec.json.decode(line, type=StepTrace | str) for line in done.stdout.splitlines()]
     last = f"the process ended with exit code {done.returncode}"
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    return answers + [TraceResult(error=lines[-1] if lines else last)] * (len(steps) - len(answers))
+    return answers + [lines[-1] if lines else last] * (len(steps) - len(answers))
 
 
 @functools.cache

@@ -22,10 +22,10 @@ from optuna.trial import TrialState
 from stoker.config.settings import Config
 from stoker.launching.jobs import remember, submit
 from stoker.launching.request import check_launch, make_spec
-from stoker.launching.spec import FAILING_EXIT_CODES, LaunchRequest, PlaceOptions, open_place
+from stoker.launching.spec import FAILING_EXIT_CODES, open_place
 from stoker.planning.plan import make_plan, train_command
 from stoker.planning.recommend import describe_cost, describe_duration
-from stoker.search import page
+from stoker.search import SearchRequest, page
 from stoker.search.space import Metric, Space, default_space, defaults_in, read_space
 from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, create, digest_data
 from stoker.search.worker import describe, trial_config
@@ -45,23 +45,6 @@ LAUNCHERS = ("local", "slurm", "ray")
 MAX_RESTARTS = 3
 """Restarts of a worker of this machine that was killed or crashed."""
 POLL_S = 0.5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchRequest:
-    """What the user asks for."""
-
-    config: Config
-    """Settings of all trials; its seed is that of the search, too."""
-    space: Path | None
-    trials: int
-    parallel: int
-    objective: str
-    pruner: str | None
-    launcher: str
-    launch: LaunchRequest
-    options: PlaceOptions
-    dry_run: bool
 
 
 def search(request: SearchRequest, say: Callable[[str], None]) -> Study | None:
