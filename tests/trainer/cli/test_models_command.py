@@ -29,9 +29,10 @@ def table() -> str:
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     lines += [
-        f"| `{m.name}` | {m.use_case} | {m.parameters / 1e6:.1f} M | {m.image_size[0]} | {fmt.number(m.gflop)} | "
-        f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch_size} | {', '.join(m.weights) or 'none'} |"
-        for m in sorted(report.read_models(), key=lambda some: some.gflop)
+        f"| `{m['name']}` | {m['use_case']} | {m['parameters'] / 1e6:.1f} M | {m['image_size'][0]} | "
+        f"{fmt.number(m['gflop'])} | {fmt.number(m['training_gflop'])} | "
+        f"{m['memory_gib']:.2g} GiB, {m['batch_size']} | {', '.join(m['weights']) or 'none'} |"
+        for m in sorted(report.read_models(), key=lambda some: some["gflop"])
     ]
     return "\n".join(lines) + "\n"
 
@@ -108,7 +109,7 @@ def test_several_are_compared(capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_file_of_weights_has_a_license():
-    assert all(model.licenses.keys() == model.weights.keys() for model in report.read_models())
+    assert all(model["licenses"].keys() == model["weights"].keys() for model in report.read_models())
 
 
 def test_json(capsys: pytest.CaptureFixture[str]):

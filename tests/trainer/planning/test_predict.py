@@ -74,7 +74,7 @@ def test_a_prediction_per_accelerator(index: Index) -> None:
         assert prediction.gradient_bytes == 4 * prediction.parameters > 10**6
         assert prediction.source
     assert t4.peak_bytes > cpu.peak_bytes > 0
-    assert t4.peak_bytes > MIB * ASSUMED.context_mib
+    assert t4.peak_bytes > MIB * ASSUMED["context_mib"]
     assert t4.step_s / t4.batch_size >= h100.step_s / h100.batch_size
 
 
@@ -89,7 +89,7 @@ def test_what_was_traced_once_is_not_traced_again(index: Index, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
     room = 75 * 2**20  # the whole batch takes 86 MiB
-    tiny = msgspec.structs.replace(GPUS["t4"], key="tiny", memory_bytes=MIB * ASSUMED.context_mib + room)
+    tiny = msgspec.structs.replace(GPUS["t4"], key="tiny", memory_bytes=MIB * ASSUMED["context_mib"] + room)
     whole, split, none = predict_steps(
         SETTINGS, index, [GPUS["t4"], tiny, msgspec.structs.replace(tiny, memory_bytes=2**20)], batch_size=48
     )
@@ -97,8 +97,8 @@ def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
     assert split.batch_size == 48
     assert split.micro_batches > 1
     assert split.fits
-    tensor_bytes = (split.peak_bytes - MIB * ASSUMED.context_mib - MIB * ASSUMED.workspace_mib) / (
-        1 + ASSUMED.fragmentation
+    tensor_bytes = (split.peak_bytes - MIB * ASSUMED["context_mib"] - MIB * ASSUMED["workspace_mib"]) / (
+        1 + ASSUMED["fragmentation"]
     )
     assert tensor_bytes <= MEMORY_FRACTION * room + 1
     assert split.step_s >= whole.step_s

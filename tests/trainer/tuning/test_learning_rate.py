@@ -116,9 +116,9 @@ def test_the_validation_split_decides_and_not_the_range_test(request_: TuneReque
     config, reasons = from_toml(Path(result.config))
     assert config.optim.lr == result.lr
     assert reasons["lr"] == result.reason
-    ratio = {row.batch_size: row for row in result.advice}
-    assert ratio[8].lr_linear == pytest.approx(2 * result.lr)
-    assert ratio[8].lr_square_root == pytest.approx(math.sqrt(2) * result.lr)
+    ratio = {row["batch_size"]: row for row in result.advice}
+    assert ratio[8]["lr_linear"] == pytest.approx(2 * result.lr)
+    assert ratio[8]["lr_square_root"] == pytest.approx(math.sqrt(2) * result.lr)
 
 
 def test_a_training_that_diverges_has_no_score(trainings: Trainings, request_: TuneRequest) -> None:

@@ -106,7 +106,6 @@ def stats(
     image_size: tuple[int, int] | None = None,
     model: str | None = None,
     latency_ms: float | None = None,
-    out: Path | None = None,
     json: bool = False,
 ) -> None:
     """Counts images, classes, sizes and locations; shows how well image size and anchors fit them.
@@ -118,16 +117,13 @@ def stats(
     from stoker.data.validation.stats import compute_stats
     from stoker.hardware.selection import select_device
     from stoker.models.table import check_image_size
-    from stoker.report.dataset import check_output_path, print_stats
-    from stoker.report.dataset_page import write_dataset_stats
+    from stoker.report.dataset import print_stats
     from stoker.training.defaults.derive import derive_for_plan, derive_model_input
     from stoker_watch.errors import DataError, UsageError
 
     user_config = reading.settings(data, image_size=image_size, model=model)
     check_image_size(user_config)
     index = open_index_of(user_config.data)
-    if out is not None:
-        check_output_path(out, index, (".html",))
     refusals = tuple(find_refusals(index))
     if "train" not in index.splits:
         raise refusals[0]
@@ -143,10 +139,6 @@ def stats(
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
     dataset_stats.refusals = tuple(error.what for error in refusals)
     show(dataset_stats, print_stats, json=json)
-    if out is not None:
-        write_dataset_stats(dataset_stats, out)
-        if not json:
-            print_text(f"charts: {out}")
     if refusals:
         sys.exit(DataError.exit_code)
 

@@ -103,10 +103,10 @@ def export(
 def list_models(*names: str, json: bool = False) -> None:
     """Lists the architectures of `--model`: purpose, cost, available weights. One name: its details; several: a
     comparison."""
-    from stoker.report.models import find_model, print_comparison, print_model, print_models, read_models
+    from stoker.report.models import describe_model, print_comparison, print_model, print_models, read_models
 
     if json:
-        found = [find_model(name) for name in names] or read_models()
+        found = [describe_model(name) for name in names] or read_models()
         print_json(found[0] if len(names) == 1 else found)
     elif not names:
         print_models()

@@ -51,6 +51,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     family: str
     """Its row in `FAMILIES` of `models/table.py`."""
+    name: str = ""
     network: Mapping[str, Any] = {}
     """Arguments of the family's builder."""
     description: str
@@ -77,12 +78,17 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pretrained_options: Mapping[str, Mapping[str, bool]] = {}
     """Settings that pretrained weights decide, by their name."""
 
+    @property
+    def compute_side(self) -> int:
+        """Side in pixels of the square that `cost` is of; the image size of a run depends on its data."""
+        return self.default_image_size // self.size_divisor * self.size_divisor
+
 
 def read_architectures() -> dict[str, Architecture]:
     """Value of `--model` → architecture, in the order of the file."""
     tables = read_toml("models.toml")
     return {
-        name: make_architecture(row, tables["defaults"], url=tables["url"], tuning=tables["tuning"])
+        name: make_architecture({"name": name, **row}, tables["defaults"], url=tables["url"], tuning=tables["tuning"])
         for name, row in tables["models"].items()
     }
 

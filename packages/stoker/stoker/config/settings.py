@@ -286,17 +286,22 @@ def to_toml(config: Config, reasons: dict[str, str]) -> str:
     return tomli_w.dumps(tables)
 
 
-def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
-    """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
+def read_user_toml(path: Path, what: str, **advice: str) -> tuple[str, dict[str, Any]]:
+    """The text and the tables of a file that a user wrote. what: the file, in words. Raises ConfigError."""
     try:
         text = regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES)
-        tables = tomllib.loads(text)
+        return text, tomllib.loads(text)
     except FileNotFoundError as error:
-        raise ConfigError("The configuration file does not exist.", location=path) from error
+        raise ConfigError(f"{what} does not exist.", location=path) from error
     except OSError as error:
-        raise ConfigError("The configuration cannot be read.", location=path, cause=error.strerror) from error
+        raise ConfigError(f"{what} cannot be read.", location=path, cause=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError("The configuration is not valid TOML.", location=path, cause=str(error)) from error
+        raise ConfigError(f"{what} is not valid TOML.", location=path, cause=str(error), **advice) from error
+
+
+def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
+    """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
+    text, tables = read_user_toml(path, "The configuration")
     for name, value in tables.items():
         if name not in (*SECTIONS, "reasons") or not isinstance(value, dict):
             raise _misplaced(path, text, "", name, value)
@@ -310,7 +315,7 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
 
 def _misplaced(path: Path, text: str, section: str, key: str, value: Any) -> ConfigError:
     """The error of a key that a section does not have. section: empty above the first one."""
-    location = _locate(path, text, section, key)
+    location = _locate(path, text, key)
     if not section and key in (*SECTIONS, "reasons") and (key not in SECTION_OF or isinstance(value, list)):
         return ConfigError(f"{key!r} is a section.", location=location, fix=f"write [{key}] in a line of its own")
     if not section and isinstance(value, dict):
@@ -349,18 +354,11 @@ def _find_meant(key: str, value: Any) -> tuple[str, Any, bool]:
     return nearest(key, SECTION_OF) or "", value, True
 
 
-def _locate(path: Path, text: str, section: str, key: str) -> str:
-    """`file:line` of a key, as far as plain lines tell; else the file."""
-    inside = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
-            inside = header[1].strip("\"'")
-        of_key = re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line)
-        of_section = rf"\s*{re.escape(section)}\s*\.\s*{re.escape(key)}\s*="
-        is_here = bool(of_key) and inside == section
-        if is_here or (not section and header and inside == key) or (section and re.match(of_section, line)):
-            return f"{path}:{number}"
-    return str(path)
+def _locate(path: Path, text: str, key: str) -> str:
+    """`file:line` of a key or a section, as far as plain lines tell; else the file."""
+    pattern = re.compile(rf"\s*(\[\s*|\w+\s*\.\s*)?[\"']?{re.escape(key)}[\"']?\s*[]=.]")
+    number = next((n for n, line in enumerate(text.splitlines(), 1) if pattern.match(line)), None)
+    return str(path) if number is None else f"{path}:{number}"
 
 
 class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -427,7 +425,7 @@ def _convert(tables: dict[str, dict[str, Any]], path: Path | None, text: str = "
         example = _EXAMPLES.get(valid[0]) if path else None
         raise ConfigError(
             f"--{flag_of(name)} {tables[section][name]!r} is of the wrong kind.",
-            location=None if path is None else _locate(path, text, section, name),
+            location=None if path is None else _locate(path, text, name),
             choices=valid,
             fix=example and f"{name} = {example}",
         ) from error

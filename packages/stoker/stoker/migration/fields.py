@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from stoker.config.architectures import Architecture
 from stoker.config.settings import SECTION_OF
 from stoker.knowledge import read_toml
 from stoker.migration.text_format import Message, Scalar
-from stoker.report.models import ModelInfo
 
 Status = Literal["exact", "substitute", "not carried"]
 MODEL_SETTINGS_OF_ALL = ("model", "weights", "backbone_norm", "trainable_backbone_layers")
@@ -104,7 +104,7 @@ class Trap(msgspec.Struct, frozen=True, kw_only=True):
 class FieldAccount:
     """The rows so far, the settings that they decide, and the traps."""
 
-    model: ModelInfo
+    model: Architecture
     """The architecture that is trained: it has only some of the settings."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     rows: dict[str, FieldRow] = dataclasses.field(default_factory=dict)
@@ -166,7 +166,7 @@ class FieldAccount:
     def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
         """exact: the field means the same here; substitute: the nearest that stoker has, and the note says what
         differs. A field of settings that the model does not have is dropped."""
-        known = (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
+        known = (*MODEL_SETTINGS_OF_ALL, *self.model.defaults)
         missing = [setting for setting in settings if SECTION_OF[setting] == "model" and setting not in known]
         if missing and len(missing) == len(settings):
             flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in missing)

@@ -7,7 +7,6 @@ stoker does not have becomes the nearest one: same family first, then similar co
 import math
 from fnmatch import fnmatchcase
 
-from stoker.config.architectures import read_architectures
 from stoker.migration.fields import FieldAccount, ModelChoice, knowledge
 from stoker.migration.text_format import Message
 from stoker_watch.errors import ConfigError
@@ -42,7 +41,7 @@ def read_model(account: FieldAccount, family: str, message: Message, detector: M
     _read_image_size(account, message.child("image_resizer"))
     anchors = message.child("first_stage_anchor_generator" if family == "faster_rcnn" else "anchor_generator")
     grid = anchors.child(anchors.kind() or "")
-    if anchors.kind() == "multiscale_anchor_generator" and "anchor_scales" in account.model.settings:
+    if anchors.kind() == "multiscale_anchor_generator" and "anchor_scales" in account.model.defaults:
         _read_multiscale_anchors(account, grid)
     elif anchors.kind() == "grid_anchor_generator":
         _read_grid_anchors(account, grid)
@@ -51,7 +50,7 @@ def read_model(account: FieldAccount, family: str, message: Message, detector: M
 
 
 def _read_image_size(account: FieldAccount, resizer: Message) -> None:
-    kind, divisor = resizer.kind() or "", read_architectures()[account.model.name].size_divisor
+    kind, divisor = resizer.kind() or "", account.model.size_divisor
     shape, fields = resizer.child(kind), knowledge().resizers.get(kind, {})
     sides = [shape.number(name, default) for name, default in fields.items()]
     # The next larger multiples of the model's divisor, so that no detail is lost.
@@ -99,7 +98,7 @@ def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:
 
 def _own_sizes(account: FieldAccount) -> tuple[float, ...]:
     """The default anchor sizes of the model, one per level; empty if it has none."""
-    sizes: tuple[float, ...] = account.model.settings.get("anchor_sizes", ((), ""))[0]
+    sizes: tuple[float, ...] = account.model.defaults.get("anchor_sizes", ())
     return sizes
 
 

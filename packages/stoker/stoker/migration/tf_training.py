@@ -51,7 +51,7 @@ def _read_weights(account: FieldAccount, train: Message) -> None:
     kind = train.text("fine_tune_checkpoint_type")
     is_detector = kind in ("detection", "full") or (not kind and train.flag("from_detection_checkpoint", False))
     wanted = ("coco", "imagenet") if is_detector else ("imagenet",)
-    weights = next((name for name in wanted if name in account.model.weights), "none")
+    weights = next((name for name in wanted if name in account.model.urls), "none")
     what = {
         "coco": "torchvision's COCO weights of the whole detector",
         "imagenet": "the backbone's ImageNet weights",

@@ -10,7 +10,6 @@ import re
 import statistics
 import time
 import timeit
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import psutil
 
+from stoker.config.settings import read_user_toml
 from stoker.knowledge import read_toml
-from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, UsageError, nearest
 from stoker_watch.hardware.cgroup import host_cores, host_memory
 from stoker_watch.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 THIS_MACHINE = "this"
 """The name under which the present machine is planned for."""
-MAX_PRICES_BYTES = 1 << 20
-"""Size of a file of prices, which has a few kilobytes."""
 GIB, GB, TERA = 2**30, 10**9, 10**12
 
 Case = Literal["low", "expected", "high"]
@@ -331,13 +328,8 @@ class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
     """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it). Raises
     ConfigError, which names the file, the machine and the valid choices."""
-    try:
-        tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES))
-    except FileNotFoundError as error:
-        raise ConfigError("The file of prices does not exist.", location=path, fix="--prices FILE") from error
-    except (OSError, ValueError, RecursionError) as error:
-        fix = '["a2-highgpu-1g"] in one line, price = 2.90 in the next'
-        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error), fix=fix) from error
+    example = '["a2-highgpu-1g"] in one line, price = 2.90 in the next'
+    _, tables = read_user_toml(path, "The file of prices", fix=example)
     result = dict(machines)
     for name, row in tables.items():
         if name == THIS_MACHINE:

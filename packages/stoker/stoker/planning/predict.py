@@ -37,18 +37,8 @@ from stoker_watch.errors import ConfigError, DataError, StokerError, UsageError
 from stoker_watch.hardware import calibration
 from stoker_watch.hardware.calibration import MeasuredStep, PredictedStep
 
-
-class StepAssumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is added to a trace, and how wide the bands are: `assumptions.toml` has the reasons."""
-
-    context_mib: int
-    workspace_mib: int
-    fragmentation: float
-    gpu_peak_error: float
-    cpu_peak_error: float
-
-
-ASSUMED = msgspec.convert(read_toml("assumptions.toml")["step"], StepAssumptions)
+ASSUMED: dict[str, float] = read_toml("assumptions.toml")["step"]
+"""What is added to a trace, and how wide the bands are: `assumptions.toml` has the reasons."""
 MIB = 2**20
 MAX_SAMPLES = 2
 """Kinds of measured steps that are traced for a device, the most similar and newest: each takes some seconds."""
@@ -276,7 +266,7 @@ class _Job(NamedTuple):
 
     def fits(self, tensor_bytes: float) -> bool:
         """Whether automatic batch size lets a step use so many bytes of tensors (`DryRun.budget_bytes`)."""
-        context = 0 if self.accelerator.is_cpu else MIB * ASSUMED.context_mib
+        context = 0 if self.accelerator.is_cpu else MIB * ASSUMED["context_mib"]
         return tensor_bytes <= int(MEMORY_FRACTION * (self.accelerator.memory_bytes - context))
 
 
@@ -350,8 +340,8 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         tensor_bytes += (micro_batches - 1) * trace.batch_size * trace.image_bytes + trace.gradient_bytes
     peak_bytes = tensor_bytes
     if not accelerator.is_cpu:
-        own_mib = ASSUMED.context_mib + ASSUMED.workspace_mib
-        peak_bytes = int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * own_mib
+        own_mib = ASSUMED["context_mib"] + ASSUMED["workspace_mib"]
+        peak_bytes = int((1 + ASSUMED["fragmentation"]) * tensor_bytes) + MIB * own_mib
     seconds = step_time(trace, accelerator, efficiency, precision=precision, micro_batches=micro_batches)
     return StepPrediction(
         accelerator=accelerator.key,
@@ -361,7 +351,7 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         micro_batches=micro_batches,
         precision=precision,
         peak_bytes=peak_bytes,
-        peak_error=ASSUMED.cpu_peak_error if accelerator.is_cpu else ASSUMED.gpu_peak_error,
+        peak_error=ASSUMED["cpu_peak_error"] if accelerator.is_cpu else ASSUMED["gpu_peak_error"],
         memory_bytes=accelerator.memory_bytes,
         fits=job.fits(tensor_bytes),
         step_s=seconds.total_s,

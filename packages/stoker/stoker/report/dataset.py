@@ -1,5 +1,5 @@
 """Prints what `stoker data check`, `stats`, `convert`, `pack` and `split` found or wrote. The work itself is in
-`stoker/data/`; `dataset_page.py` draws the statistics.
+`stoker/data/`.
 """
 
 import shlex

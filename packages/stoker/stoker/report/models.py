@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from stoker.config.architectures import read_architectures
+from stoker.config.architectures import Architecture, read_architectures
 from stoker.config.settings import read_recipes
 from stoker.knowledge import read_toml
 from stoker_watch.errors import ConfigError, did_you_mean
@@ -16,65 +16,49 @@ from stoker_watch.report import format as fmt
 from stoker_watch.report.console import facts, plain_text, print_renderables, table
 
 
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    use_case: str
-    parameters: int
-    image_size: tuple[int, int]
-    """Height and width for which GFLOP and memory are given; the image size of a run depends on its data."""
-    gflop: float
-    training_gflop: float
-    memory_gib: float
-    recipe: str
-    batch_size: int
-    """Batch size of the recipe."""
-    weights: dict[str, str]
-    """Pretrained weights → URL; keys are values of `--weights`."""
-    licenses: dict[str, str]
-    """Pretrained weights → their license, in a few words."""
-    settings: dict[str, tuple[Any, str]]
-    """Settings specific to the architecture: default and its reason."""
+def read_models() -> list[dict[str, Any]]:
+    """All models as `--json` has them."""
+    return [describe_model(name) for name in read_architectures()]
 
 
-def read_models() -> list[ModelInfo]:
-    models, licenses = [], read_toml("models.toml")["licenses"]
-    for name, arch in read_architectures().items():
-        side = arch.default_image_size // arch.size_divisor * arch.size_divisor
-        models.append(
-            ModelInfo(
-                name=name,
-                use_case=arch.description,
-                parameters=arch.num_params,
-                image_size=(side, side),
-                **msgspec.structs.asdict(arch.cost),
-                recipe=arch.recipe,
-                batch_size=read_recipes()[arch.recipe].run.batch_size,
-                weights=dict(arch.urls),
-                licenses={
-                    kind: next(text for start, text in licenses.items() if url.startswith(start))
-                    for kind, url in arch.urls.items()
-                },
-                settings={field: (value, arch.reasons[field]) for field, value in arch.defaults.items()},
-            )
-        )
-    return models
+def describe_model(name: str) -> dict[str, Any]:
+    """A model as `--json` has it. Raises ConfigError that lists the valid names."""
+    model = find_model(name)
+    return {
+        "name": name, "use_case": model.description, "parameters": model.num_params,
+        "image_size": [model.compute_side] * 2, **msgspec.structs.asdict(model.cost), "recipe": model.recipe,
+        "batch_size": _batch_size(model), "weights": model.urls, "licenses": _licenses(model),
+        "settings": {field: (value, model.reasons[field]) for field, value in model.defaults.items()},
+    }  # fmt: skip
 
 
-def find_model(name: str) -> ModelInfo:
+def find_model(name: str) -> Architecture:
     """Raises ConfigError that lists the valid names."""
-    models = {model.name: model for model in read_models()}
+    models = read_architectures()
     if name not in models:
         raise ConfigError(did_you_mean(f"There is no model {name!r}", name, models), choices=models)
     return models[name]
 
 
-COSTS: dict[str, Callable[[ModelInfo], str]] = {
-    "params": lambda model: f"{model.parameters / 1e6:.1f} M",
-    "image size": lambda model: str(model.image_size[0]),
-    "GFLOP": lambda model: fmt.number(model.gflop),
-    "training": lambda model: fmt.number(model.training_gflop),
-    "memory": lambda model: f"{model.memory_gib:.2g} GiB / {model.batch_size}",
-    "weights": lambda model: " ".join(model.weights) or "none",
+def _batch_size(model: Architecture) -> int:
+    return read_recipes()[model.recipe].run.batch_size
+
+
+def _licenses(model: Architecture) -> dict[str, str]:
+    """Pretrained weights → their license, in a few words."""
+    texts = read_toml("models.toml")["licenses"]
+    return {
+        kind: next(text for start, text in texts.items() if url.startswith(start)) for kind, url in model.urls.items()
+    }
+
+
+COSTS: dict[str, Callable[[Architecture], str]] = {
+    "params": lambda model: f"{model.num_params / 1e6:.1f} M",
+    "image size": lambda model: str(model.compute_side),
+    "GFLOP": lambda model: fmt.number(model.cost.gflop),
+    "training": lambda model: fmt.number(model.cost.training_gflop),
+    "memory": lambda model: f"{model.cost.memory_gib:.2g} GiB / {_batch_size(model)}",
+    "weights": lambda model: " ".join(model.urls) or "none",
 }
 """Head → text of what models are compared by."""
 
@@ -82,8 +66,8 @@ COSTS: dict[str, Callable[[ModelInfo], str]] = {
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints one line per model, ascending in GFLOP."""
     rows = (
-        [model.name, *(text(model) for text in COSTS.values()), model.use_case]
-        for model in sorted(read_models(), key=lambda model: model.gflop)
+        [name, *(text(model) for text in COSTS.values()), model.description]
+        for name, model in sorted(read_architectures().items(), key=lambda row: row[1].cost.gflop)
     )
     shown = table("model", *COSTS, "use case", right=range(1, 6), rows=rows)
     print_renderables([shown, *LEGEND], file, width=width)
@@ -99,38 +83,41 @@ LEGEND = (
 
 def print_comparison(names: Sequence[str], file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints a column per model. Raises ConfigError for a name that there is not."""
-    models = [find_model(name) for name in dict.fromkeys(names)]
+    models = {name: find_model(name) for name in names}
     long_heads = {"params": "parameters", "training": "GFLOP, training"}
     quantities = {long_heads.get(head, head): text for head, text in COSTS.items()} | {
-        "their license": lambda model: "; ".join(dict.fromkeys(model.licenses.values())) or "n/a",
+        "their license": lambda model: "; ".join(dict.fromkeys(_licenses(model).values())) or "n/a",
         "recipe": lambda model: model.recipe,
     }
-    rows = [[head, *map(text, models)] for head, text in quantities.items()]
-    costs = table("", *(model.name for model in models), rows=rows)
-    print_renderables([costs, "", facts((m.name, m.use_case) for m in models), *LEGEND], file, width=width)
+    rows = [[head, *map(text, models.values())] for head, text in quantities.items()]
+    costs = table("", *models, rows=rows)
+    print_renderables(
+        [costs, "", facts((name, model.description) for name, model in models.items()), *LEGEND], file, width=width
+    )
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints one model: cost, settings with their reasons, weights."""
     model = find_model(name)
-    size = f"{model.image_size[1]}x{model.image_size[0]}"
-    gflop = f"{fmt.number(model.gflop)} GFLOP per image of {size}; {fmt.number(model.training_gflop)} in training"
-    memory = f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch_size} such images in bf16"
+    size = f"{model.compute_side}x{model.compute_side}"
+    gflop, training = fmt.number(model.cost.gflop), fmt.number(model.cost.training_gflop)
+    batch_size, licenses = _batch_size(model), _licenses(model)
+    memory = f"{model.cost.memory_gib:.2g} GiB predicted for a training step of {batch_size} such images in bf16"
     rows = [
-        ("use case", model.use_case),
-        ("parameters", f"{fmt.count(model.parameters)} with 80 classes"),
-        ("compute", gflop),
+        ("use case", model.description),
+        ("parameters", f"{fmt.count(model.num_params)} with 80 classes"),
+        ("compute", f"{gflop} GFLOP per image of {size}; {training} in training"),
         ("memory", memory),
-        ("recipe", f"{model.recipe}, batch size {model.batch_size}"),
-        *((f"{kind} weights", f"{uri} (license: {model.licenses[kind]})") for kind, uri in model.weights.items()),
-        *([] if model.weights else [("weights", "none: trained from scratch")]),
+        ("recipe", f"{model.recipe}, batch size {batch_size}"),
+        *((f"{kind} weights", f"{uri} (license: {licenses[kind]})") for kind, uri in model.urls.items()),
+        *([] if model.urls else [("weights", "none: trained from scratch")]),
     ]
     settings = (
-        ["--" + setting.replace("_", "-"), format_default(value), reason]
-        for setting, (value, reason) in model.settings.items()
+        ["--" + setting.replace("_", "-"), format_default(value), model.reasons[setting]]
+        for setting, value in model.defaults.items()
     )
     settings_table = table("setting", "default", "reason", rows=settings)
-    print_renderables([plain_text(model.name, "bold"), facts(rows), "", settings_table], file, width=width)
+    print_renderables([plain_text(name, "bold"), facts(rows), "", settings_table], file, width=width)
 
 
 def format_default(value: object) -> str:

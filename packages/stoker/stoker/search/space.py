@@ -5,7 +5,6 @@ is a ConfigError before a trial runs.
 """
 
 import math
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -14,9 +13,8 @@ import msgspec
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from stoker.config.architectures import read_architectures
-from stoker.config.settings import SECTION_OF, SECTIONS, Config, check_config, from_fields, setting_rows
+from stoker.config.settings import SECTION_OF, SECTIONS, Config, check_config, from_fields, read_user_toml, setting_rows
 from stoker.knowledge import read_toml
-from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, did_you_mean
 
 NOT_SEARCHED = frozenset(read_toml("search.toml")["not_searched"])
@@ -66,12 +64,7 @@ class Space(msgspec.Struct, frozen=True):
 
 def read_space(path: Path) -> Space:
     """A space.toml. Raises ConfigError."""
-    try:
-        table = tomllib.loads(regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES))
-    except OSError as error:
-        raise ConfigError("The space cannot be read.", location=path, cause=error.strerror) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("The space is not valid TOML.", location=path, cause=str(error)) from error
+    _, table = read_user_toml(path, "The space")
     limits = table.pop("limits", {})
     if not isinstance(limits, dict):
         raise ConfigError("limits is not a table.", location=path, fix="[limits] in a line of its own")

@@ -31,7 +31,6 @@ from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, c
 from stoker.search.worker import describe, trial_config
 from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import resolve_run
-from stoker.training.state import IntervalTrigger
 from stoker.training.supervisor import handling_signals
 from stoker_watch import regular_files
 from stoker_watch.durations import Duration, parse_duration
@@ -148,20 +147,15 @@ def _evaluations(config: Config, derived: Config, num_images: int, pruner: str) 
         value = math.ceil(length.value / RUNGS) if length.unit == "steps" else length.value / RUNGS
         config = config.replace(eval_every=str(Duration(float(f"{value:.6g}"), length.unit)))
     every = parse_duration(str(config.run.eval_every), "eval-every")
-    if every.unit == length.unit:
-        count = math.ceil(length.value / every.value - 1e-3) if every.value else 1
-    elif "minutes" in (every.unit, length.unit):
+    if every.unit != length.unit and "minutes" in (every.unit, length.unit):
         raise ConfigError(
             f"--eval-every {config.run.eval_every} and a length of {derived.run.max_duration} have different units.",
             cause="a pruner compares trials after the same part of their length",
             fix="leave out --eval-every, or --pruner none",
         )
-    else:
-        batch = derived.run.batch_size
-        per = num_images / batch
-        steps = length.value * (per if length.unit == "epochs" else 1)
-        trigger = IntervalTrigger(every, num_images, batch)
-        count = math.ceil(steps / max(1, trigger.interval_steps)) if every.value else 1
+    size = {"minutes": 1, "epochs": num_images, "steps": derived.run.batch_size}
+    amount, every_amount = (one.value * size[one.unit] for one in (length, every))
+    count = math.ceil(amount / every_amount - 1e-3) if every_amount else 1
     if count < 3:
         what = f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune."
         raise ConfigError(what, fix="a shorter --eval-every, none at all, or --pruner none")

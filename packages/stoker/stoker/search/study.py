@@ -393,18 +393,13 @@ def propose(spec: StudySpec, trials: Sequence[FrozenTrial], number: int) -> dict
     distributions = spec.space.distributions()
     before = {_point(trial.params) for trial in trials[:number]}
     for draw in itertools.count():  # in a space of choices, the best point again would teach nothing
-        sampler = _make_sampler(spec, number, draw)
+        seed = random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
+        tpe = TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
+        sampler = RandomSampler(seed=seed) if draw else tpe
         params = _rounds_before(spec, trials, number, sampler).ask(distributions).params
         if _point(params) not in before:
             break
     return params
-
-
-def _make_sampler(spec: StudySpec, number: int, draw: int) -> BaseSampler:
-    seed = random.Random(f"{spec.seed}/{number}/{draw}").getrandbits(32)
-    if draw:
-        return RandomSampler(seed=seed)
-    return TPESampler(multivariate=True, seed=seed, n_startup_trials=STARTUP_TRIALS)
 
 
 def _judge(

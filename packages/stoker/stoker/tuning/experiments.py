@@ -31,57 +31,53 @@ MAX_EXPERIMENT_S = 40.0
 
 def run_experiments(settings: dict[str, Any], attempt: int, log: Path) -> Iterator[Probe]:
     """All experiments, in the order of PROBE_KINDS. settings: of the run; log: gets what the processes print."""
+    num_images = sys.maxsize if settings["cache"] == "none" else NUM_IMAGES  # a trial fills its cache first
     for kind in PROBE_KINDS:
         values: dict[str, Any] = {}
         try:
             with contextlib.ExitStack() as stack:
-                values = _measure(kind, settings, functools.partial(_start, stack, log))
+                start = functools.partial(_start, stack, log, num_images, settings)
+                before, after, unit = _windows(kind, settings, start)
+                found = measure_in_turn(before, after, unit=unit, until_s=time.monotonic() + MAX_EXPERIMENT_S)
+                values = {"steps": found.steps, **summarize_speed(found.pairs)}
         except TrialError as error:
             values = {"reason": error.reason}
+            if kind == "double_batch":
+                values["reason"] += "; a process with the run's batch size ran at the same time"
         yield new_probe(kind, attempt=attempt, **values)
 
 
-def _start(stack: contextlib.ExitStack, log: Path, settings: dict[str, Any]) -> TrialProcess:
-    num_images = sys.maxsize if settings["cache"] == "none" else NUM_IMAGES  # a trial fills its cache first
-    process = TrialProcess(settings, log, num_images=num_images)
-    stack.callback(process.close)
-    return process
+def _start(
+    stack: contextlib.ExitStack, log: Path, num_images: int, settings: dict[str, Any], **changes: Any
+) -> TrialProcess:
+    return stack.enter_context(contextlib.closing(TrialProcess(settings | changes, log, num_images=num_images)))
 
 
-def _measure(kind: str, settings: dict[str, Any], start: Callable[[dict[str, Any]], TrialProcess]) -> dict[str, Any]:
-    """Raises TrialError where the experiment does not apply."""
+def _windows(kind: str, settings: dict[str, Any], start: Callable[..., TrialProcess]) -> tuple[Window, Window, int]:
+    """(before, after, images that are whole steps for both). Raises TrialError where the experiment does not apply."""
     if kind == "no_allreduce":
         raise TrialError("the run has one process: there is no all-reduce")
     if kind == "compiled" and settings["device"] == "cpu":
         raise TrialError("on a CPU compiling takes minutes")
-    base = start(settings)
+    base = start()
     if kind == "cached_batch":
-        return _measure_pairs(base.train_after_steps, base.step, base.batch_size)
+        return base.train_after_steps, base.step, base.batch_size
     if kind == "double_batch":
-        try:
-            double = start(settings | {"batch_size": 2 * base.batch_size})
-            return _measure_pairs(base.step, double.step, double.batch_size)
-        except TrialError as error:
-            raise TrialError(f"{error.reason}; a process with the run's batch size ran at the same time") from error
+        return base.step, start(batch_size=2 * base.batch_size).step, 2 * base.batch_size
     if kind == "compiled":
-        other = start(settings | {"compile": not settings["compile"]})
+        other = start(compile=not settings["compile"])
         before, after = (other, base) if settings["compile"] else (base, other)
-        return _measure_pairs(before.step, after.step, base.batch_size)
+        return before.step, after.step, base.batch_size
     base.warm_up()
     used = base.ask("train", base.batch_size).workers
     base.close()
     workers = used + (1 if kind == "more_workers" else -1)
     if workers < 1:
         raise TrialError("the loader has one worker")
-    now, other = (start(settings | {"workers": count}) for count in (used, workers))
+    now, other = (start(workers=count) for count in (used, workers))
     for process in (now, other):
         process.warm_up()
-    return _measure_pairs(now.train, other.train, now.batch_size)
-
-
-def _measure_pairs(before: Window, after: Window, unit: int) -> dict[str, Any]:
-    found = measure_in_turn(before, after, unit=unit, until_s=time.monotonic() + MAX_EXPERIMENT_S)
-    return {"steps": found.steps, **summarize_speed(found.pairs)}
+    return now.train, other.train, now.batch_size
 
 
 def main(run: Path) -> None:

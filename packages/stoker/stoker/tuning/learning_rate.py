@@ -44,15 +44,6 @@ RAMP_LOW, RAMP_HIGH = 1e-3, 1e2
 BATCH_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-class Advice(msgspec.Struct, kw_only=True):
-    """What another batch size would need."""
-
-    batch_size: int
-    lr_linear: float
-    lr_square_root: float
-    warmup_steps: int
-
-
 class LrResult(msgspec.Struct, kw_only=True):
     folder: str
     machine: str
@@ -64,7 +55,8 @@ class LrResult(msgspec.Struct, kw_only=True):
     rule: str
     """The rule of `advice` for this optimizer."""
     schedule: str
-    advice: list[Advice]
+    advice: list[dict[str, float]]
+    """What other batch sizes would need."""
     trials: list[Probe]
 
 
@@ -204,13 +196,13 @@ class _Search:
         reasons = {name: text for name, text in resolved.reasons.items() if name != "lr"} | {"lr": reason}
         write_atomic(target, to_toml(config.replace(lr=best.lr), reasons).encode())
         batch = config.run.batch_size
-        advice = []
+        advice: list[dict[str, float]] = []
         for ratio in BATCH_RATIOS:
             if (size := round(batch * ratio)) and math.isclose(size, batch * ratio):
                 total = None if self.total is None else max(1, round(self.total / ratio))
                 linear, root = (lr_policy.scale_lr(best.lr, ratio, name) for name in ("sgd", "adamw"))
                 warmup = choose_warmup_steps(total, size / self.facts.recipe_batch_size)[0]
-                advice.append(Advice(batch_size=size, lr_linear=linear, lr_square_root=root, warmup_steps=warmup))
+                advice.append({"batch_size": size, "lr_linear": linear, "lr_square_root": root, "warmup_steps": warmup})
         schedule = f"{config.optim.lr_scheduler}, after {config.optim.warmup_steps} steps of warm-up"
         return LrResult(
             folder=display_path(path), machine=self.facts.machine, config=display_path(target),
@@ -262,10 +254,7 @@ def print_lr_result(result: LrResult) -> None:
          f"{line.scores['loss']:.3g}" if line.scores else line.reason)
         for line in result.trials if line.probe == TRAINING
     ]  # fmt: skip
-    advice = [
-        (str(row.batch_size), f"{row.lr_linear:.2g}", f"{row.lr_square_root:.2g}", str(row.warmup_steps))
-        for row in result.advice
-    ]
+    advice = [[f"{value:.2g}" if "lr" in name else str(value) for name, value in row.items()] for row in result.advice]
     lines: list[RenderableType] = [
         "", table("lr", "steps", "AP", "training loss", right=(0, 1, 2), rows=rows), "",
         f"lr {result.lr:.3g} instead of {result.lr_before:.3g}: {result.reason}.",

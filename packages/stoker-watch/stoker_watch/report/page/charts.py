@@ -1,4 +1,4 @@
-"""The charts of the page of a run as data for plotly; `stoker/report/dataset_page.py` has those of a data set.
+"""The charts of the page of a run as data for plotly.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
 variables of the page, `var(--c0)` and so on. Each chart has a caption; tables have the important numbers too.

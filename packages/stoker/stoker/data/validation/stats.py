@@ -2,7 +2,7 @@
 
 `compute_stats` returns a `DatasetStats`, the JSON of `stoker data stats`. Image sizes come from the annotations, else
 from the image headers. Not here: problems of a data set (`check.py`), the choice of image size and anchors
-(`anchor_fit.py`), text and charts (`report/dataset.py`, `report/dataset_page.py`).
+(`anchor_fit.py`), text (`report/dataset.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
