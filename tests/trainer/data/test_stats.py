@@ -194,7 +194,6 @@ def test_text(tmp_path, capsys):
     ("options", "says"),
     [
         (["--image-size", "100", "100"], "multiples of 32"),
-        (["--out", "a.png"], ".html"),
         (["--model", "nothing"], "retinanet"),
     ],
 )
