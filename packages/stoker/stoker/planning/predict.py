@@ -341,7 +341,7 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
     peak_bytes = tensor_bytes
     if not accelerator.is_cpu:
         own_mib = ASSUMED["context_mib"] + ASSUMED["workspace_mib"]
-        peak_bytes = int((1 + ASSUMED["fragmentation"]) * tensor_bytes) + MIB * own_mib
+        peak_bytes = int((1 + ASSUMED["fragmentation"]) * tensor_bytes + MIB * own_mib)
     seconds = step_time(trace, accelerator, efficiency, precision=precision, micro_batches=micro_batches)
     return StepPrediction(
         accelerator=accelerator.key,
