@@ -67,13 +67,13 @@ def test_groups_keep_the_ratio_of_their_rates_in_a_ramp() -> None:
 
 
 class Trainings:
-    """Stands for `train_briefly`: AP is highest at `best`; above 0.05 it diverges."""
+    """Stands for `train_briefly`: the AP is highest at `best`; above 0.05 it diverges."""
 
     def __init__(self, best: float) -> None:
         self.best, self.done = best, list[tuple[float, int]]()
         self.fail_at = -1
 
-    def __call__(self, settings: dict[str, Any], steps: int, run: Path, _devices: int = 1) -> None:
+    def __call__(self, settings: dict[str, Any], steps: int, run: Path, _devices: int = 1) -> float:
         if len(self.done) == self.fail_at:
             raise KeyboardInterrupt
         self.done.append((settings["lr"], steps))
@@ -90,6 +90,7 @@ class Trainings:
         ))  # fmt: skip
         folder.event("finished", "", metrics={"ap": ap, "ap50": ap})
         folder.close()
+        return ap
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from stoker_watch.runs.schemas import Probe
 
 FACTS = Facts(
     machine="here", data="d", device_kind="cpu", cores=2, best_precision="fp32", num_images=1000, epochs=10.0,
-    cache_kinds=["disk", "ram"], recipe_batch_size=16, recipe_optimizer_is_sgd=True,
+    cache_kinds=["disk", "ram"], recipe_batch_size=16, recipe_optimizer_is_sgd=True, size_divisor=32,
 )  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "batch_size": 2, "grad_accum_steps": 1, "lr": 0.01, "workers": 1, "worker_processes": 0, "cache": "none",
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def context(budget_s: float = 600.0, facts: Facts = FACTS) -> Context:
-    return Context(choose_levers(()), facts, SETTINGS, budget_s)
+    return Context(choose_levers((), allow_accuracy=False), facts, SETTINGS, budget_s)
 
 
 def line(action: Action, state: str = "passed", pairs: Any = (), **values: Any) -> Probe:
@@ -210,13 +210,35 @@ def test_as_many_images_are_compared_as_the_noise_of_means_needs_and_the_time_al
 def test_the_table_names_settings_phases_rules_and_causes_that_exist() -> None:
     for lever in all_levers().values():
         assert lever.setting in SECTION_OF
-        assert lever.loss in PHASES
-        assert bool(lever.values) != bool(lever.rule)
+        assert lever.loss in (*PHASES, "ap")
+        assert bool(lever.values) + bool(lever.rule) == (lever.loss != "ap")
         assert not lever.rule or lever.rule in RULES
         assert lever.cause in {*CATALOG, "tuned"}
         assert lever.needs in ("", "cuda", "epochs", "ranks")
 
 
-def test_unknown_levers_are_refused() -> None:
+def test_unknown_levers_and_those_that_cost_accuracy_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'workers'"):
-        choose_levers(["worker"])
+        choose_levers(["worker"], allow_accuracy=False)
+    with pytest.raises(UsageError, match="may cost accuracy"):
+        choose_levers(["model"], allow_accuracy=False)
+    assert "image_size" in {lever.name for lever in choose_levers((), allow_accuracy=True)}
+
+
+def test_suggestions_come_after_the_speed_and_count_only_with_their_interval() -> None:
+    """Three AP pairs by hand: gains 0.02, 0.03, 0.04 have the mean 0.03 and the interval ± 4.303 · 0.01 / sqrt(3)."""
+    gain = policy.measure_gain([(0.30, 0.32), (0.31, 0.34), (0.29, 0.33)])
+    assert gain == pytest.approx((0.03, 0.0052, 0.0548), abs=1e-4)
+    facts = msgspec.structs.replace(FACTS, suggestions={"repeat_thresh": {"repeat_thresh": 0.1}})
+    levers = choose_levers(["repeat_thresh", "workers"], allow_accuracy=True)
+    situation = Context(levers, facts, SETTINGS | {"workers": "auto", "repeat_thresh": 0.0}, 600.0)
+    lines = [bounds(wait_s=0.0001)]
+    action = policy.next_action(lines, situation)
+    assert (action.kind, action.changes) == ("repeat_thresh", {"repeat_thresh": 0.1})
+    measured: dict[str, Any] = {"ap_pairs": [(0.3, 0.32)] * 3, "ap_gain": (0.02, 0.02, 0.02)}
+    refuted, proven = (msgspec.structs.replace(line(action, **measured), kept=kept) for kept in (False, True))
+    assert policy.final_changes([*lines, refuted], situation)[0] == {}
+    assert policy.final_changes([*lines, proven], situation)[0] == {"repeat_thresh": 0.1}
+    assert policy.next_action([*lines, proven], situation).kind == DONE, "no confirmation of a speed"
+    short = Context(levers, facts, situation.settings, 25.0)
+    assert policy.next_action(lines, short).reason == "the budget is spent"

@@ -20,7 +20,9 @@ HEAD = "|---|---|---|---|\n"
 
 def table() -> str:
     return "".join(
-        f"| `{lever.name}` | {lever.loss} | {lever.tolerance:g} | {lever.needs} |\n" for lever in all_levers().values()
+        f"| `{lever.name}` | {lever.loss} | "
+        f"{'with `--allow accuracy`' if lever.tolerance is None else f'{lever.tolerance:g}'} | {lever.needs} |\n"
+        for lever in all_levers().values()
     )
 
 

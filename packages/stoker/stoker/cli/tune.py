@@ -3,7 +3,7 @@
 import functools
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -21,6 +21,7 @@ def tune(
     lr: bool = False,
     budget: str = "10min",
     levers: tuple[str, ...] = (),
+    allow: Literal["accuracy"] | None = None,
     devices: int = 1,
     out: Path | None = None,
     json: bool = False,
@@ -41,6 +42,7 @@ def tune(
         config=join_settings(Config(), config_file, None),
         budget_s=parse_time_s(budget, "--budget"),
         levers=tuple(name for names in levers for name in names.split(",")),
+        allow_accuracy=allow == "accuracy",
         out=out,
         devices=devices,
     )

@@ -117,7 +117,7 @@ def _stats(stats: DatasetStats) -> Iterator[RenderableType]:
     for anchor_stats in stats.anchors[1:]:
         yield plain_text(f"{anchor_stats.name}: {anchor_stats.reason}")
     if stats.suggestions:
-        yield _heading("suggestions: train with and without each, with three seeds")
+        yield _heading("suggestions: `stoker tune --allow accuracy` tries them, and keeps what raises AP")
         for suggestion in stats.suggestions:
             flags = " ".join(
                 f"--{name.replace('_', '-')} {' '.join(f'{x:g}' for x in value) if isinstance(value, tuple) else value}"

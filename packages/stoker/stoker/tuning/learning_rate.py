@@ -8,9 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,15 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from stoker.config.settings import from_fields, to_toml
+from stoker.config.settings import to_toml
 from stoker.training import lr_policy
 from stoker.training.defaults.derive import choose_warmup_steps, total_steps
 from stoker.training.lr_policy import Score
 from stoker.training.start import ResolvedRun
 from stoker.tuning import policy
 from stoker.tuning.levers import Facts
-from stoker.tuning.runner import LOG, TuneRequest, collect_facts, open_folder, resolve
+from stoker.tuning.runner import LOG, TuneRequest, collect_facts, open_folder, resolve, train_briefly
 from stoker.tuning.trials import TrialError, TrialProcess, TrialRecords, new_probe
-from stoker_watch.diagnosis.termination import is_held
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import DataError, UsageError
 from stoker_watch.report.console import print_renderables, table
@@ -64,8 +60,8 @@ def tune_lr(request: TuneRequest, on_progress: Callable[[str], None]) -> LrResul
     """Searches, or continues a search that was killed. on_progress: called with lines of text. Raises UsageError for
     levers with it, too short a budget, or a folder of other settings; DataError for a folder of other data, data
     without a validation split, or a model that diverges at every learning rate."""
-    if request.levers:
-        raise UsageError("--lr finds the learning rate only.", fix="leave out --levers, or --lr")
+    if request.levers or request.allow_accuracy:
+        raise UsageError("--lr finds the learning rate only.", fix="leave out --levers and --allow, or --lr")
     if request.budget_s < policy.MIN_BUDGET_S:
         raise UsageError(f"--budget: {request.budget_s:.0f} s are too short for a range test.", fix="--budget 30min")
     resolved = resolve(request)
@@ -209,24 +205,6 @@ class _Search:
             lr=best.lr, lr_before=config.optim.lr, reason=reason, schedule=schedule, advice=advice, trials=trials,
             rule="linear" if optimizer == "sgd" else "square root",
         )  # fmt: skip
-
-
-def train_briefly(settings: dict[str, Any], steps: int, run: Path, devices: int = 1) -> None:
-    """Trains for so many steps, and continues what a kill interrupted. Raises TrialError."""
-    short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
-    short["warmup_steps"] = max(1, steps // 20)
-    run.mkdir(parents=True, exist_ok=True)
-    file = run.with_suffix(".toml")
-    write_atomic(file, to_toml(from_fields(short), {}).encode())
-    while is_held(run):  # the process that a killed tuning started goes on
-        time.sleep(1.0)
-    if not records.is_finished(run):
-        command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
-        command += ["--devices", str(devices)] if devices > 1 else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            text = f"the training ended with exit code {done.returncode}: {done.stderr[-200:]}"
-            raise TrialError(text)
 
 
 def _events(run: Path, kind: str) -> list[Event]:

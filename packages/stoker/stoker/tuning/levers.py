@@ -1,8 +1,7 @@
 """The levers of `stoker tune`: which settings it may change, and which values it tries from the present ones.
 
-Pure: settings and facts in, changes out. What changes the AP is not here: `stoker search` tries it. The table is
-knowledge/levers.toml; a lever whose values depend on the present settings names a rule, a function of this file. What
-is tried when is decided in `policy.py`.
+Pure: settings and facts in, changes out. The table is knowledge/levers.toml; a lever whose values depend on the present
+settings names a rule, a function of this file. What is tried when is decided in `policy.py`.
 """
 
 import functools
@@ -32,7 +31,7 @@ class Lever(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     values: list[Any] = []
     rule: str = ""
     gain: float
-    tolerance: float
+    tolerance: float | None = None
     compare: Literal["losses", "inputs"] = "losses"
     needs: str = ""
     cause: str
@@ -59,8 +58,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     recipe_batch_size: int
     recipe_optimizer_is_sgd: bool
     """Whether the learning rate follows the batch size, not its square root (`derive_lr`)."""
+    size_divisor: int
+    """Height and width of an image size are multiples of it."""
     devices: int = 1
     """Devices that train together."""
+    smaller_models: dict[str, Changes] = {}
+    """Models of the same family with fewer parameters → the settings of the model that differ; the largest first."""
+    suggestions: dict[str, Changes] = {}
+    """Lever → what the data suggest (`data/validation/suggestions.py`)."""
 
 
 @functools.cache
@@ -69,13 +74,16 @@ def all_levers() -> dict[str, Lever]:
     return {name: msgspec.convert({"name": name, **row}, Lever) for name, row in read_toml("levers.toml").items()}
 
 
-def choose_levers(names: Iterable[str]) -> tuple[Lever, ...]:
-    """The levers with these names, or all. Raises UsageError."""
+def choose_levers(names: Iterable[str], *, allow_accuracy: bool) -> tuple[Lever, ...]:
+    """The levers with these names, or all; only with `allow_accuracy` those that change results. Raises UsageError."""
     levers, names = all_levers(), list(names)
     for name in names:
         if name not in levers:
             raise UsageError(did_you_mean(f"--levers: there is no lever {name!r}", name, levers), choices=levers)
-    return tuple([levers[name] for name in names] or levers.values())
+        if levers[name].tolerance is None and not allow_accuracy:
+            raise UsageError(f"--levers {name}: it may cost accuracy.", fix="add --allow accuracy")
+    chosen = [levers[name] for name in names] or list(levers.values())
+    return tuple(lever for lever in chosen if allow_accuracy or lever.tolerance is not None)
 
 
 def why_unavailable(lever: Lever, facts: Facts) -> str:
@@ -114,6 +122,8 @@ def _with_companions(setting: str, value: Any, settings: Mapping[str, Any], fact
         changes["warmup_steps"] = max(1, round(settings["warmup_steps"] / ratio))
         if decay := settings.get("ema_decay"):  # over the same images, at least ten steps
             changes["ema_decay"] = float(f"{max(0.9, 1 - ratio * (1 - decay)):.5g}")
+    if setting == "model":
+        changes |= facts.smaller_models[value]
     return changes
 
 
@@ -165,6 +175,13 @@ def interval_images(
     return interval.value * (facts.num_images if interval.unit == "epochs" else settings["batch_size"])
 
 
+def _smaller_images(settings: Mapping[str, Any], facts: Facts, _phases: Mapping[str, float]) -> list[Any]:
+    """Three quarters and half of each side."""
+    sides, divisor = settings["image_size"], facts.size_divisor
+    sizes = [tuple(max(divisor, round(side * factor / divisor) * divisor) for side in sides) for factor in (0.75, 0.5)]
+    return [size for size in sizes if min(size) >= 32 and math.prod(size) < math.prod(sides)]
+
+
 RULES: dict[str, Callable[[Mapping[str, Any], Facts, Mapping[str, float]], list[Any]]] = {
     "more_workers": _more_workers,
     "caches": lambda now, facts, _: (
@@ -174,4 +191,6 @@ RULES: dict[str, Callable[[Mapping[str, Any], Facts, Mapping[str, float]], list[
     "batches_up_to_recipe": _batches_up_to_recipe,
     "rarer_evaluations": functools.partial(_rarer, "eval", MAX_OVERHEAD),
     "rarer_checkpoints": functools.partial(_rarer, "checkpoint", MAX_OVERHEAD / 10),
+    "smaller_images": _smaller_images,
+    "smaller_models": lambda _now, facts, _: list(facts.smaller_models),
 }

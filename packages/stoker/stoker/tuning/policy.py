@@ -29,6 +29,11 @@ FIRST_TRIAL_S = 25.0
 """Seconds that a trial takes, until one was measured (an assumption)."""
 MIN_BUDGET_S = 90
 """Seconds for the bounds, one trial and the confirmation, with an accelerator's or a small model's steps."""
+AP_SEEDS = 3
+AP_QUANTILE = 4.303
+"""Student's t for a 95 % interval of three pairs."""
+AP_SHARE = 0.25
+"""Fraction of the budget for the six trainings that measure what one change does to AP."""
 MEAN_TOLERANCE = 0.01
 """Tolerance of a lever from which losses are compared as means over images, not one by one."""
 MIN_GROUPS = 8
@@ -65,6 +70,15 @@ def summarize_speed(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     return {"before_img_per_s": before, "after_img_per_s": after, "ratio": ratio, "ratio_low": low, "ratio_high": high}
 
 
+def measure_gain(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The mean of (AP after - AP before) of three seeds, and its 95 % interval."""
+    if len(pairs) != AP_SEEDS:
+        raise ValueError(f"{len(pairs)} pairs, not {AP_SEEDS}")
+    gains = [after - before for before, after in pairs]
+    mean, half = statistics.fmean(gains), AP_QUANTILE * statistics.stdev(gains) / math.sqrt(AP_SEEDS)
+    return mean, mean - half, mean + half
+
+
 def judge(pairs: Sequence[tuple[float, float]]) -> Literal["more", "better", "not better"]:
     """Whether a trial needs more pairs, pays, or does not."""
     if len(pairs) not in LOOKS:
@@ -78,7 +92,7 @@ def judge(pairs: Sequence[tuple[float, float]]) -> Literal["more", "better", "no
 def compares_means(lever: Lever) -> bool:
     """Whether the losses of a lever are compared as means: rounding to bfloat16 assigns a box to another anchor here
     and there, which changes the loss of a few images by more than that of all."""
-    return lever.compare == "losses" and lever.tolerance >= MEAN_TOLERANCE
+    return lever.compare == "losses" and lever.tolerance is not None and lever.tolerance >= MEAN_TOLERANCE
 
 
 def num_compared(lever: Lever, largest_batch: int, seconds_per_image: float) -> int:
@@ -99,7 +113,7 @@ def mean_difference(before: Sequence[float], after: Sequence[float]) -> tuple[fl
 
 def why_another_training(lever: Lever, before: Sequence[float], after: Sequence[float]) -> str:
     """Empty: it is the same. before, after: of the same images, the first half before any update, finite ones only."""
-    tolerance, what = lever.tolerance, f"the {lever.compare} of the same images"
+    tolerance, what = lever.tolerance or 0.0, f"the {lever.compare} of the same images"
     if not before or len(before) != len(after):
         return f"another training: {what} are not finite"
     if not compares_means(lever):
@@ -175,7 +189,7 @@ def assess(trials: Sequence[Probe], context: Context) -> Situation | None:
     bounds = next((trial for trial in trials if trial.probe == BOUNDS and trial.state == "passed"), None)
     if bounds is None:
         return None
-    kept = [trial for trial in trials if trial.kept]
+    kept = [trial for trial in trials if trial.kept and not is_suggestion(context.lever(trial.probe))]
     settings = dict(context.settings)
     windows, seconds = bounds.phases, [before for before, _ in bounds.pairs]
     for trial in kept:
@@ -219,6 +233,11 @@ def add_events(
     return {**phases, **events}
 
 
+def is_suggestion(lever: Lever | None) -> bool:
+    """Whether the lever is what the data suggest, and is judged by AP alone."""
+    return lever is not None and lever.loss == "ap"
+
+
 def is_interval(lever: Lever) -> bool:
     """Whether the lever is judged by what evaluations or checkpoints cost per image, without a window."""
     return lever.loss in ("eval", "checkpoint")
@@ -253,7 +272,7 @@ def next_action(lines: Iterable[Probe], context: Context) -> Action:
         failed = next((trial.reason for trial in trials if trial.probe == BOUNDS), None)
         return Action(BOUNDS, number) if failed is None else Action(DONE, reason=f"the first settings fail: {failed}")
     if any(trial.probe == CONFIRM for trial in trials):
-        return Action(DONE, reason="the result was measured again")
+        return _next_suggestion(trials, now, context, "the result was measured again")
     tried_names = {trial.probe for trial in trials}
     for lever in context.levers:
         reason = why_unavailable(lever, context.facts)
@@ -261,7 +280,7 @@ def next_action(lines: Iterable[Probe], context: Context) -> Action:
             return Action(lever.name, number, reason=reason)
     end = Action(CONFIRM, number, _all_changes(now))
     if not now.kept:
-        end = Action(DONE, reason="nothing pays")
+        end = _next_suggestion(trials, now, context, "nothing pays")
     reserve_s = now.confirm_s if now.kept else 0.0
     candidates = _candidates(trials, now, context)
     has_time = now.spent_s + now.trial_s + reserve_s <= context.budget_s
@@ -271,6 +290,17 @@ def next_action(lines: Iterable[Probe], context: Context) -> Action:
     if not has_time and not now.kept and candidates and candidates[0][0] >= MIN_EXPECTED:
         return Action(DONE, reason="the budget is spent")
     return end
+
+
+def _next_suggestion(trials: Sequence[Probe], now: Situation, context: Context, end: str) -> Action:
+    """The next suggestion of the data to prove, after all that is about speed; else the end."""
+    tried = {trial.probe for trial in trials}
+    for lever in context.levers:
+        if is_suggestion(lever) and lever.name not in tried and (changes := context.facts.suggestions.get(lever.name)):
+            if now.spent_s + AP_SHARE * context.budget_s > context.budget_s:
+                return Action(DONE, reason="the budget is spent")
+            return Action(lever.name, trials[-1].trial + 1, changes)
+    return Action(DONE, reason=end)
 
 
 def _candidates(trials: Sequence[Probe], now: Situation, context: Context) -> list[tuple[float, Lever, Changes, float]]:
@@ -302,11 +332,15 @@ def _all_changes(now: Situation) -> Changes:
 
 
 def final_changes(lines: Iterable[Probe], context: Context) -> tuple[Changes, Probe | None]:
-    """(the changes of the result, its confirmation). None where the confirmation did not find them faster."""
+    """(the changes of the result, its confirmation). None about speed where the confirmation did not find them faster;
+    those that raised AP were measured against what was confirmed."""
     trials = newest_lines(lines, context.facts)
     now = assess(trials, context)
     confirmation = next((trial for trial in trials if trial.probe == CONFIRM), None)
     changes: Changes = {}
     if now is not None and confirmation is not None and confirmation.state == "passed" and confirmation.steps:
         changes = _all_changes(now) if confirmation.ratio_low > 1 else {}
+    for trial in trials:
+        if trial.kept and is_suggestion(context.lever(trial.probe)):
+            changes |= trial.changes
     return changes, confirmation

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
@@ -19,17 +21,20 @@ import msgspec
 import torch
 from rich.console import RenderableType
 
-from stoker.config.settings import Config, from_toml, to_toml
+from stoker.config.settings import Config, from_fields, from_toml, to_toml
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, collect_cache_inputs
 from stoker.data.index import Index
 from stoker.data.index_digest import digest_images
+from stoker.data.validation.suggestions import suggest
+from stoker.hardware.device import Device
+from stoker.models import MODELS, get_architecture
 from stoker.training import start
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import derive_for_plan, total_steps
 from stoker.tuning import policy
 from stoker.tuning.levers import Changes, Facts, Lever, choose_levers
 from stoker.tuning.policy import BOUNDS, CONFIRM, DONE, Action, Context
-from stoker.tuning.trials import COMMAND, TrialProcess, TrialRecords, compare, measure_in_turn, new_probe
+from stoker.tuning.trials import COMMAND, TrialError, TrialProcess, TrialRecords, compare, measure_in_turn, new_probe
 from stoker_watch import regular_files
 from stoker_watch.diagnosis.termination import is_held
 from stoker_watch.durations import parse_duration
@@ -38,6 +43,7 @@ from stoker_watch.findings.finding import Evidence, Finding
 from stoker_watch.hardware.cgroup import host_cores
 from stoker_watch.report import format as fmt
 from stoker_watch.report.console import print_renderables, table
+from stoker_watch.report.explain import explain_run
 from stoker_watch.runs import records
 from stoker_watch.runs.records import CONFIG, FINDINGS, PROBES
 from stoker_watch.runs.schemas import Probe
@@ -60,6 +66,7 @@ class TuneRequest:
     config: Config = Config()  # noqa: RUF009  # frozen
     budget_s: float = 600.0
     levers: tuple[str, ...] = ()
+    allow_accuracy: bool = False
     out: Path | None = None
     devices: int = 1
     command: tuple[str, ...] = COMMAND
@@ -86,7 +93,7 @@ def tune(request: TuneRequest, on_progress: Callable[[str], None]) -> TuneResult
         what = f"--budget: {request.budget_s:.0f} s are too short for one measurement."
         cause = f"the bounds, one trial and the confirmation take {policy.MIN_BUDGET_S} s on a small model"
         raise UsageError(what, cause=cause, fix="--budget 10min")
-    levers = choose_levers(request.levers)
+    levers = choose_levers(request.levers, allow_accuracy=request.allow_accuracy)
     resolved = resolve(request)
     context = Context(levers, collect_facts(resolved, request), resolved.config.set_fields(), request.budget_s)
     with open_folder(request, resolved, context.facts, on_progress) as known:
@@ -137,10 +144,13 @@ def resolve(request: TuneRequest) -> start.ResolvedRun:
 def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
     config, index, device = resolved.config, resolved.index, resolved.device
     train = index.image_indices("train")
+    architecture = get_architecture(config.model.model)
     steps = total_steps(parse_duration(config.run.max_duration), len(train), config.run.batch_size)
     recipe = derive_for_plan(Config().replace(data=config.data.data, model=config.model.model), index, device)[0]
     digest = blake2b(digest_images(index, ("train", "val")).encode(), digest_size=8).hexdigest()
     several = f"{request.devices} × " if request.devices > 1 else ""
+    divisor, allow_accuracy = architecture.size_divisor, request.allow_accuracy
+    suggested = suggest(index, config.set_fields(), multiple=divisor) if allow_accuracy else ()
     return Facts(
         machine=f"{several}{device.name}, {host_cores()} cores, torch {torch.__version__}",
         data=digest,
@@ -153,6 +163,9 @@ def collect_facts(resolved: start.ResolvedRun, request: TuneRequest) -> Facts:
         cache_kinds=_cache_kinds(config, index),
         recipe_batch_size=recipe.run.batch_size,
         recipe_optimizer_is_sgd=config.optim.optimizer == "sgd",
+        size_divisor=divisor,
+        smaller_models=_smaller_models(config, index, device) if allow_accuracy else {},
+        suggestions={found.lever: found.changes for found in suggested},
     )
 
 
@@ -169,6 +182,19 @@ def _cache_kinds(config: Config, index: Index) -> list[str]:
     has_disk = inputs.network_file_system is None and inputs.cached_bytes <= inputs.free_disk_bytes
     has_memory = 2 * inputs.cached_bytes <= inputs.free_memory_bytes
     return ["disk"] * has_disk + ["ram"] * has_memory
+
+
+def _smaller_models(config: Config, index: Index, device: Device) -> dict[str, Changes]:
+    """Models of the family with fewer parameters → the settings that differ, the largest first."""
+    now = get_architecture(config.model.model)
+    smaller = [row for row in MODELS.items() if row[1].family == now.family and row[1].num_params < now.num_params]
+    found = {}
+    for name, _ in sorted(smaller, key=lambda row: -row[1].num_params):
+        user = Config().replace(data=config.data.data, model=name, image_size=config.data.image_size)
+        fields = derive_for_plan(user, index, device)[0].model
+        own = dataclasses.asdict(fields)
+        found[name] = {key: value for key, value in own.items() if getattr(config.model, key) != value}
+    return found
 
 
 @contextlib.contextmanager
@@ -243,6 +269,8 @@ class Runner:
         if lever is not None and policy.is_interval(lever):
             windows = [(seconds, seconds) for seconds in now.seconds]
             return _summarize(policy.with_events(windows, now.settings, settings, now, self.context.facts), 0, {})
+        if lever is not None and policy.is_suggestion(lever):
+            return self._prove_ap(changes, now)
         until_s = time.monotonic() + TRIAL_SHARE * self.context.budget_s
         if action.kind == CONFIRM:  # in new processes, since what was measured in one may be its own luck
             self._replace_base(None)
@@ -278,14 +306,49 @@ class Runner:
         base = self._start_base(before)
         with contextlib.ExitStack() as stack:
             candidate = stack.enter_context(contextlib.closing(self._start(after)))
-            if reason := self._compare_training(lever, base, candidate, now):
-                return {"state": "failed", "reason": reason}
+            if lever.tolerance is not None:
+                reason = self._compare_training(lever, base, candidate, now)
+                if reason:
+                    return {"state": "failed", "reason": reason}
             found = compare(self._start_base(before), candidate, until_s=until_s)
             values = _summarize(found.pairs, found.steps, found.phases)
+            if values["kept"] and lever.tolerance is None:
+                pair_s = 1 / values["before_img_per_s"] + 1 / values["after_img_per_s"]
+                stack.close()  # the candidate: its memory is for the trainings
+                return values | self._measure_ap(before, after, pair_s)
             if values["kept"]:
                 stack.pop_all()  # it goes on
                 self._replace_base(candidate)
             return values
+
+    def _prove_ap(self, changes: Changes, now: policy.Situation) -> dict[str, Any]:
+        """AP with and without a suggestion, which comes after what is faster. Raises TrialError."""
+        known, _ = policy.final_changes(self.records.lines, self.context)
+        before = {**self.context.settings, **policy.restore_types(known)}
+        after = {**before, **changes}
+        more = math.prod(after["image_size"]) / math.prod(before["image_size"])
+        found = self._measure_ap(before, after, now.bounds.bounds["train"] * (1 + more))
+        kept = found["ap_gain"][1] > 0
+        reason = "" if kept else "the interval of its gain in AP is not above 0"
+        return {"state": "passed", "kept": kept, "reason": reason, **found}
+
+    def _measure_ap(self, before: dict[str, Any], after: dict[str, Any], pair_s: float) -> dict[str, Any]:
+        """AP of trainings on the same number of images, of each seed. pair_s: seconds of an image in one training and
+        in the other. Raises TrialError."""
+        self._replace_base(None)
+        images = policy.AP_SHARE * self.context.budget_s / pair_s / policy.AP_SEEDS
+        if images < 10 * max(before["batch_size"], after["batch_size"]):
+            raise TrialError("the budget has no room for the six trainings that measure AP", unavailable=True)
+        pairs = []
+        for seed in range(policy.AP_SEEDS):
+            ap = []
+            for settings in (before | {"seed": seed}, after | {"seed": seed}):
+                steps = int(images / settings["batch_size"])
+                digest = blake2b(msgspec.json.encode([settings, steps], order="sorted"), digest_size=6).hexdigest()
+                ap.append(train_briefly(settings, steps, self.records.path / f"ap-{digest}", self.request.devices))
+            pairs.append((ap[0], ap[1]))
+        means = tuple(statistics.fmean(values) for values in zip(*pairs, strict=True))
+        return {"ap": means, "ap_pairs": pairs, "ap_gain": policy.measure_gain(pairs)}
 
     def _compare_training(
         self, lever: Lever, base: TrialProcess, candidate: TrialProcess, now: policy.Situation
@@ -322,6 +385,25 @@ class Runner:
         self._base = process
 
 
+def train_briefly(settings: dict[str, Any], steps: int, run: Path, devices: int = 1) -> float:
+    """The AP of a training of so many steps, which continues what a kill interrupted. Raises TrialError."""
+    short = settings | {"max_duration": str(steps), "eval_every": "0", "patience": 0}
+    short["warmup_steps"] = max(1, steps // 20)
+    run.mkdir(parents=True, exist_ok=True)
+    file = run.with_suffix(".toml")
+    write_atomic(file, to_toml(from_fields(short), {}).encode())
+    while is_held(run):  # the process that a killed tuning started goes on
+        time.sleep(1.0)
+    if not records.is_finished(run):
+        command = [sys.executable, "-m", "stoker", "train", "--config", str(file), "--run-dir", str(run)]
+        command += ["--devices", str(devices)] if devices > 1 else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            text = f"the training that measures AP ended with exit code {done.returncode}: {done.stderr[-200:]}"
+            raise TrialError(text)
+    return explain_run(run).ap or 0.0
+
+
 def _summarize(pairs: list[tuple[float, float]], steps: int, phases: dict[str, float], **more: Any) -> dict[str, Any]:
     """The fields of a trial that was measured."""
     speed = policy.summarize_speed(pairs)
@@ -346,7 +428,18 @@ def describe(probe: Probe, context: Context) -> str:
         return f"{what}: {probe.state}: {probe.reason}"
     verdict = "" if probe.probe == CONFIRM else ", kept" if probe.kept else ", not kept"
     speed = f", {probe.ratio:.2f} times ({probe.ratio_low:.2f} … {probe.ratio_high:.2f})" if probe.pairs else ""
-    return f"{what}: {speed.removeprefix(', ')}{verdict}"
+    return f"{what}: {(speed + describe_gain(probe)).removeprefix(', ')}{verdict}"
+
+
+def describe_gain(probe: Probe) -> str:
+    """What a change does to AP, with its interval; empty: it was not measured."""
+    if probe.ap is None or probe.ap_gain is None:
+        return ""
+    gain, low, high = probe.ap_gain
+    return (
+        f", AP {probe.ap[0]:.3f} → {probe.ap[1]:.3f}, by {gain:+.3f} (95 %: {low:+.3f} … {high:+.3f}, "
+        f"{len(probe.ap_pairs)} seeds)"
+    )
 
 
 def describe_bounds(probe: Probe) -> str:
@@ -369,12 +462,15 @@ def make_findings(trials: Sequence[Probe], context: Context, changes: Changes, c
             continue
         is_in = trial.kept and set(trial.changes) <= set(changes)
         text, what = describe(trial, context), describe_changes(trial.changes, context.settings)
+        effect, value = f"trains {trial.ratio:.2f} times as fast", trial.ratio
+        if policy.is_suggestion(lever) and trial.ap_gain:
+            effect, value = "raises AP", trial.ap_gain[0]
         findings.append(
             Finding(
                 id=lever.cause,
                 severity="warning" if is_in else "info",
-                title=f"{what} trains {trial.ratio:.2f} times as fast." if is_in else f"{what} does not pay here.",
-                evidence=[Evidence(text=text, value=trial.ratio, source=PROBES)],
+                title=f"{what} {effect}." if is_in else f"{what} does not pay here.",
+                evidence=[Evidence(text=text, value=value, source=PROBES)],
                 fix=f"train with {config}" if is_in else "",
                 command=f"stoker train --config {config}" if is_in else None,
                 confidence=0.95,
@@ -400,16 +496,18 @@ def print_result(result: TuneResult) -> None:
             interval = f"{trial.ratio_low:.2f} … {trial.ratio_high:.2f}"
             before, after = fmt.number(trial.before_img_per_s), fmt.number(trial.after_img_per_s)
             speed = (before, after, f"{trial.ratio:.2f}", interval)
-        rows.append((what, *speed, verdict))
+        rows.append((what, *speed, verdict + describe_gain(trial)))
     heads = ("tried", "img/s before", "after", "ratio", "95 % interval", "")
     lines: list[RenderableType] = ["", table(*heads, right=(1, 2, 3), rows=rows), "", f"The end: {result.end}."]
     confirmation = result.confirmation
-    if result.changes and confirmation is not None:
+    if result.changes and confirmation is not None and confirmation.ratio_low > 1:
         lines.append(
             f"{result.config} has the result: {confirmation.ratio:.2f} times the images per second in new processes "
             f"(95 %: {confirmation.ratio_low:.2f} to {confirmation.ratio_high:.2f}). "
             f"`stoker train --config {result.config}` trains with it."
         )
+    elif result.changes:
+        lines.append(f"{result.config} has the suggestions that raised AP; nothing faster was confirmed.")
     elif confirmation is not None:
         reason = confirmation.reason or f"{confirmation.ratio_low:.2f} … {confirmation.ratio_high:.2f} times"
         lines.append(f"Nothing is kept: the confirmation did not find the result faster ({reason}).")

@@ -130,7 +130,7 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     flags: str
     """Recommended flags of `stoker train`; empty when the defaults are best."""
     suggestions: list[Suggestion] = []
-    """Settings that may raise AP."""
+    """What `stoker tune --allow accuracy` can try."""
     refusals: tuple[str, ...] = ()
     """Reasons why training would refuse the data set; empty: it would not."""
 
