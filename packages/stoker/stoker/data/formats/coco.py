@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import is_usable_name, resolve_names
-from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.tables import (
     AnnotatedImage,
     AnnotationTable,
@@ -38,7 +37,6 @@ from stoker.data.formats.tables import (
     exact_extent,
     shortest_decimal,
 )
-from stoker.data.formats.via import is_via
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
@@ -152,7 +150,7 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Returns whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
-    is_other = head.startswith(b"[") or is_labelme(head) or is_via(head)
+    is_other = head.startswith(b"[") or any(folders.has_format(name, head) for name in ("labelme", "via"))
     return is_other or folders.recognize_file(path, head) is not None
 
 

@@ -305,12 +305,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables of a data set. Raises DataError for one whose columns are unclear."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
     locators: dict[tuple[Path, ...], ImageLocator] = {}
-    index_by_image: dict[tuple[int, Path, str], int] = {}
+    known: dict[tuple[int, Path, str], ImageFile] = {}
     for part in layout.parts:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
-        first_box = len(builder.boxes)
-        _read_table(part, locator, index_by_image, builder)
-        builder.detect_units(part.annotations, first_box)
+        builder.add_boxes(part.annotations, _read_table(part, locator, known, builder))
     if not builder.images:
         fix = "export the annotations again"
         raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
@@ -320,10 +318,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_table(
-    part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
-) -> None:
-    """Adds the images of a table, and its boxes in its own units."""
-    table, problems = part.annotations, builder.problems
+    part: SplitFiles, locator: ImageLocator, known: dict[tuple[int, Path, str], ImageFile], builder: TableBuilder
+) -> list[tuple[ImageFile, Box]]:
+    """Adds the images of a table; returns its boxes in its own units."""
+    table, boxes = part.annotations, list[tuple[ImageFile, Box]]()
     layout = detect_csv_layout(table)
     if layout is None:
         raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
@@ -338,23 +336,23 @@ def _read_table(
         file_name = _cell(values, layout.file_column)
         if len(values) < num_columns or not is_usable_name(file_name):
             reason = "too few columns" if is_usable_name(file_name) else "no image"
-            problems.add("malformed-row", f"{location}, {reason}")
+            builder.problems.add("malformed-row", f"{location}, {reason}")
             continue
         folder, name = locator.locate(file_name)
         named_split = folders.split_from_name(_cell(values, layout.split_column)) or part.split
         is_assigned = named_split is not None or layout.split_column is None
         split = locator.split_index(named_split, folder) if is_assigned else UNASSIGNED
-        if (image_index := index_by_image.get((split, folder, name))) is None:
+        if (image := known.get((split, folder, name))) is None:
             height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
-            image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
-            index_by_image[split, folder, name] = image_index
+            image = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
+            known[split, folder, name] = image
         found = _read_box(values, layout)
         if isinstance(found, str):
             reason = ", the box is not four numbers" if found == "malformed-row" else ""
-            problems.add(found, location + reason)
-            builder.bad_boxes.append(image_index)
+            builder.drop_box(found, location + reason, image)
         elif found is not None:
-            builder.boxes.append(Box(image_index, *found, line))
+            boxes.append((image, Box(*found, line)))
+    return boxes
 
 
 def _read_box(values: list[str], layout: CsvLayout) -> tuple[str, XYXY] | str | None:

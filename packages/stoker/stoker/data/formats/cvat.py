@@ -6,14 +6,20 @@ Format: https://docs.cvat.ai/docs/manual/advanced/xml_format/.
 """
 
 import os
-import re
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
-from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.folders import (
+    has_format,
+    layout_of_files,
+    list_subdirs,
+    read_head,
+    recognize_known,
+    split_from_name,
+)
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_parts
 from stoker.data.formats.tables import (
     XYXY,
     AnnotationTable,
@@ -31,36 +37,24 @@ SHAPES = ("box", "polygon", "mask", "ellipse")
 """Elements with a bounding box. The others of an image are counted, except tags, which are about the whole image."""
 
 
-def is_cvat(head: bytes) -> bool:
-    """Returns whether a file begins like CVAT's: its root is <annotations>, that of Pascal VOC is <annotation>."""
-    return re.search(rb"<annotations[\s>]", head[:4096]) is not None
-
-
 def recognize(path: Path) -> DatasetLayout | None:
     """The CVAT data set of a file, or of a folder, also in several subfolders with a task each; None if it is none."""
-    layout = recognize_files(path, "cvat", "CVAT XML", ".xml", is_cvat)
+    layout = recognize_known("cvat", path)
     if layout is not None or path.is_file():
         return layout
     tasks = [(None, folder / "annotations.xml") for folder in list_subdirs(path).values()]
-    tasks = [(split, file) for split, file in tasks if is_cvat(read_head(file))]
+    tasks = [(split, file) for split, file in tasks if has_format("cvat", read_head(file))]
     return layout_of_files("cvat", "CVAT XML", path, tasks) if len(tasks) > 1 else None
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no image has annotations, or if a video's frames are not there."""
-    builder = TableBuilder(layout, problems, box_id_kind="shape")
-    for part in layout.parts:
-        reader = _CvatReader(part, builder)
-        reader.read()
-        builder.notes += reader.locator.notes()
-    builder.drop_ambiguous_images()
-    return builder.build()
+    return read_parts(layout, problems, lambda *arguments: _CvatReader(*arguments).read(), box_id_kind="shape")
 
 
 class _CvatReader:
-    def __init__(self, part: SplitFiles, builder: TableBuilder) -> None:
-        self.locator = ImageLocator(builder.layout.root, part)
-        self._part, self._builder = part, builder
+    def __init__(self, part: SplitFiles, locator: ImageLocator, builder: TableBuilder) -> None:
+        self._part, self.locator, self._builder = part, locator, builder
         self._location = os.path.relpath(part.annotations, builder.layout.root)
 
     def read(self) -> None:
@@ -93,10 +87,9 @@ class _CvatReader:
         if not is_usable_name(name):
             self._builder.problems.add("malformed-image", f"{location}: not a file name")
             return
-        folder, file_name = self.locator.find(subset and f"{subset}/{name}", name) or self.locator.locate(name)
-        split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
+        split, names = self._part.split or split_from_name(subset), [subset and f"{subset}/{name}", name]
         size = usable_size(image.get("height"), image.get("width"))
-        self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)
+        self._builder.add_located(self.locator, names, location, split=split, size=size)
         for number, shape in enumerate(image, 1):
             label = shape.get("label", "").strip()
             if shape.tag in SHAPES:

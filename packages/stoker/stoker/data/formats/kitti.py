@@ -8,7 +8,6 @@ box of a line are read. Format: https://www.cvlibs.net/datasets/kitti/eval_objec
 import os
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from stoker.data.formats import folders
@@ -46,7 +45,7 @@ def recognize(folder: Path) -> DatasetLayout | None:
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files. Raises DataError if none of the listed images has one."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
-    ignored: list[Box] = []
+    ignored: list[tuple[ImageFile, Box]] = []
     unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
@@ -67,8 +66,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
         raise make_error(DataError, "kitti-without-labels", layout.parts[0].image_list)
-    classes = sorted({str(box.label) for box in builder.boxes})
-    builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
+    classes = sorted({str(box.label) for image in builder.images for box in image.boxes})
+    for image, box in ignored:
+        image.boxes += [box._replace(label=name) for name in classes]
     if ignored:
         builder.notes.append(f"{len(ignored):,} × DontCare: a crowd box of each class, in which detections are ignored")
     return builder.build()
@@ -80,9 +80,9 @@ def _read_list(file: Path) -> list[str]:
     return list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
 
 
-def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
+def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[tuple[ImageFile, Box]]:
     """Adds the boxes of the image that was added last; returns its DontCare regions."""
-    ignored: list[Box] = []
+    ignored: list[tuple[ImageFile, Box]] = []
     text = regular_files.read_text(file, encoding="utf-8-sig", errors="replace")
     for line, row in enumerate(text.splitlines(), 1):
         if not row.strip():
@@ -94,7 +94,7 @@ def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
             builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
             continue
         if name.lower() == "dontcare":
-            ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
+            ignored.append((builder.images[-1], Box(name, (x1, y1, x2, y2), line, is_crowd=True)))
         else:
             builder.add_box(name, (x1, y1, x2, y2), line)
     return ignored

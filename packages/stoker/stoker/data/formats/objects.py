@@ -6,42 +6,19 @@ Used for the samples of shards (`shards.py`) and for files with a JSON object pe
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import unquote
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stoker.data.formats.folders import split_from_name
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, usable_size
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, read_parts
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError, make_error
 
 Entry = tuple[str, Any]
 """Place in a file, for messages, and the object there, which is about an image, or UnknownLayout if it is not JSON."""
-MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
-"""Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
-more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
-
-
-def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | None:
-    """Returns a note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size`
-    [K, 2], are corners, contrary to COCO: many would reach out of their images. Else None."""
-    if not len(size):
-        return None
-    x1, y1, x2, y2 = xyxy.T
-    height, width = size[:, 0] + 1, size[:, 1] + 1
-    reaches_out = (x2 > width) | (y2 > height)
-    right, bottom = x2 - x1, y2 - y1
-    are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    if not (reaches_out.mean() > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS):
-        return None
-    part = f"{100 * reaches_out.mean():.0f} %"
-    return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
-
 
 LAYOUTS = (
     'a list of COCO annotations: [{"bbox": [x, y, width, height], "category_id": 3}, …]',
@@ -210,13 +187,23 @@ def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
     return value, size
 
 
+def usable_boxes(found: Iterable[ObjectBox], place: str, drop_box: Callable[[str, str], None]) -> Iterator[Box]:
+    """Yields the boxes that can be used, and drops the others. place: of their image, for messages."""
+    for box in found:
+        if box.xyxy is None or box.label is None:
+            drop_box("malformed-box" if box.xyxy is None else "no-class", f"{place}, object {box.number}: {box.text}")
+        else:
+            yield Box(box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd, box.is_extent)
+
+
 def read_files(
     layout: DatasetLayout, problems: ProblemCollector, iter_entries: Callable[[Path, TableBuilder], Iterable[Entry]]
 ) -> AnnotationTable:
     """Reads files with an object per image. Raises DataError if no entry has annotations that are understood."""
-    builder, unknown, only_extents = TableBuilder(layout, problems, box_id_kind="object"), list[str](), True
-    for part in layout.parts:
-        locator, first_box = ImageLocator(layout.root, part), len(builder.boxes)
+    unknown: list[str] = []
+
+    def read_part(part: SplitFiles, locator: ImageLocator, builder: TableBuilder) -> None:
+        found: list[tuple[ImageFile, Box]] = []
         for place, entry in iter_entries(part.annotations, builder):
             location = os.path.relpath(part.annotations, layout.root) + place
             try:
@@ -227,31 +214,17 @@ def read_files(
                 unknown.append(f"{location}: {error}")
                 problems.add("unreadable-annotations", unknown[-1])
                 continue
-            only_extents &= all(box.is_extent for box in boxes)
             name, size = _image_of(entry)
             if not is_usable_name(name):
                 problems.add("malformed-image", f"{location}: it names no image")
                 continue
             vertex_ai = entry.get("dataItemResourceLabels")
             word = vertex_ai.get("aiplatform.googleapis.com/ml_use") if isinstance(vertex_ai, Mapping) else None
-            folder, name = locator.locate(name)
-            split_index = locator.split_index(part.split or split_from_name(str(word)), folder)
-            index = builder.add_image(ImageFile(folder, name, split_index, size), location)
-            for box in boxes:
-                if box.xyxy is None or box.label is None:
-                    kind = "malformed-box" if box.xyxy is None else "no-class"
-                    builder.drop_box(kind, f"{location}, object {box.number}: {box.text}")
-                else:
-                    builder.boxes.append(Box(index, box.label, box.xyxy, box.number, box.is_normalized, box.is_crowd))
-        builder.detect_units(part.annotations, first_box)
-        builder.notes += locator.notes()
-    if unknown and not builder.images:
-        raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
-    builder.drop_ambiguous_images()
-    table = builder.build()
-    sizes = table.original_size[table.image_index].astype(np.float64)
-    known = (sizes > 0).all(1)
-    if only_extents and (note := corners_note(sizes[known], table.boxes[known])) is not None:
-        table.boxes[:, 2:] -= table.boxes[:, :2]
-        table.notes.append(note)
-    return table
+            split = part.split or split_from_name(str(word))
+            image = builder.add_located(locator, [name], location, split=split, size=size)
+            found += [(image, box) for box in usable_boxes(boxes, location, builder.drop_box)]
+        builder.add_boxes(part.annotations, found)
+        if unknown and not builder.images and part is layout.parts[-1]:
+            raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
+
+    return read_parts(layout, problems, read_part, box_id_kind="object")

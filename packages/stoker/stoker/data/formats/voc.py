@@ -18,7 +18,6 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from stoker.data.formats import folders
-from stoker.data.formats.cvat import is_cvat
 from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import (
     SPLITS,
@@ -77,7 +76,7 @@ def _iter_xml(folder: Path) -> Iterator[Path]:
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(not is_cvat(folders.read_head(file)) for file in _iter_xml(folder))
+    return any(not folders.has_format("cvat", folders.read_head(file)) for file in _iter_xml(folder))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
@@ -222,10 +221,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             if (annotation := parsed[file]) is not None:
                 folder, name = locators[key].locate(file, annotation.filename)
                 image = ImageFile(folder, name, part.split_index, annotation.size)
-                image_index = builder.add_image(image, location)
+                builder.add_image(image, location).num_bad_boxes = annotation.num_bad_boxes
                 for class_name, xyxy, number in annotation.objects:
                     builder.add_box(class_name, xyxy, number)
-                builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     if not builder.images:
         raise make_error(DataError, "voc-unreadable", layout.parts[0].annotations, cause=problems.describe())
     builder.drop_ambiguous_images(by_stem=True)
@@ -236,7 +234,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 reported.add(file)
                 folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
                 problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
-    return builder.build(sorted({str(box.label) for box in builder.boxes}), read_headers=False)
+    return builder.build(
+        sorted({str(box.label) for image in builder.images for box in image.boxes}), read_headers=False
+    )
 
 
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
