@@ -110,8 +110,7 @@ MAX_FILES = 256
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """Returns the COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises
-    DataError if a split has two files."""
+    """Returns the COCO data set of a file, or of a folder (not of its subfolders); None if there is none."""
     if path.is_file():
         if _has_another_format(path, folders.read_head(path)):
             return None
@@ -133,13 +132,13 @@ def recognize(path: Path) -> DatasetLayout | None:
                 continue
         if files := [file for file in candidates if _looks_like_coco(file)]:
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
-            chosen, notes = _choose_per_split(directory, files)
+            chosen, notes = _choose_per_split(files)
             return _make_layout(description, path, [_make_part(split, file, path) for split, file in chosen], notes)
     return None
 
 
 def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    return DatasetLayout(format="coco", description=description, root=root, parts=tuple(parts), notes=tuple(notes))
+    return DatasetLayout("coco", description, root, tuple(parts), tuple(notes))
 
 
 def _looks_like_coco(path: Path) -> bool:
@@ -162,9 +161,8 @@ def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
     return SplitFiles(split=split, annotations=path, image_dirs=image_dirs)
 
 
-def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
-    """The files of each split, preferring those for boxes to those for other tasks; and notes. Several files of a split
-    are read together. Raises DataError if they are about the same images: which boxes are meant is then unknown."""
+def _choose_per_split(files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
+    """The files of each split, preferring those for boxes to those for other tasks; and notes."""
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
@@ -172,8 +170,6 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     notes: list[str] = []
     for split, own in folders.files_by_split(box_files or files):
         if len(own) > 1:
-            if not _have_different_images(own):
-                raise folders.several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
             notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
         chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
@@ -181,30 +177,15 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
-class _ImageName(msgspec.Struct, gc=False):
-    file_name: str
-
-
-class _ImageNames(msgspec.Struct):
-    """The names in a COCO file; a wrong value elsewhere is reported when the file is read."""
-
-    images: list[_ImageName]
-
-
-def _have_different_images(files: Iterable[Path]) -> bool:
-    """Returns whether no image is in two of the files. False if one of them cannot be read."""
-    seen: set[str] = set()
-    for path in files:
-        try:
-            data = regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
-            entries = msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=_ImageNames).images
-        except _UNREADABLE:
-            return False
-        names = {entry.file_name for entry in entries}
-        if names & seen:
-            return False
-        seen |= names
-    return True
+def _refuse_same_images(parts: list["_Part"]) -> None:
+    """Raises DataError if two files of a split are about the same images: which boxes are meant is then unknown."""
+    names: dict[str | None, set[str]] = {}
+    for part in parts:
+        split, seen = part.source.split, names.setdefault(part.source.split, set())
+        if not seen.isdisjoint(part.file_names):
+            own = [other.source.annotations for other in parts if other.source.split == split]
+            raise folders.several_files_error(own[0].parent, own, split, fix="name the files: --train FILE --val FILE")
+        seen.update(part.file_names)
 
 
 def _find_base(existing: list[Path], others: list[Path], names: list[str], base_names: list[str]) -> tuple[Path, bool]:
@@ -445,6 +426,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         allow_empty = source.split == "test" and len(layout.parts) > 1
         if (part := _read_file(source, location, problems, allow_empty=allow_empty)) is not None:
             parts.append(part)
+    _refuse_same_images(parts)
     kept, labels, class_notes = _merge_categories(parts)
     notes += class_notes
     file_names: list[str] = []

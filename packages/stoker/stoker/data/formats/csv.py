@@ -10,7 +10,6 @@ A table whose images are not in the folders near it is found, but not certain: a
 import codecs
 import csv
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from stoker.data.formats import folders
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, search_below
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import UNASSIGNED, XYXY, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
@@ -41,20 +40,18 @@ def recognize(path: Path) -> DatasetLayout | None:
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
             raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
         return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
-    for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
-        if tables := _list_tables(directory):
-            parts = [_only_part(directory, files, split) for split, files in folders.files_by_split(tables)]
-            ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
-            return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
-    tables_of = [(split, own, _list_tables(own)) for split, own in folders.iter_split_dirs(path)]
-    parts = [_only_part(own, tables, split) for split, own, tables in tables_of if tables]
-    return _make_layout(path, parts, []) if parts else None
-
-
-def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
-    if len(tables) > 1:
-        raise folders.several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
-    return folders.file_part(tables[0], split)
+    parts = folders.find_files(path, TABLE_DIRS, _list_tables)
+    if any(part.split for part in parts):
+        parts, ignored = [part for part in parts if part.split], [part for part in parts if not part.split]
+    else:
+        ignored = []
+    for split in {part.split: None for part in parts}:
+        own = [part.annotations for part in parts if part.split == split]
+        if len(own) > 1:
+            fix = "name one of the files instead of the folder"
+            raise folders.several_files_error(own[0].parent, own, split, fix=fix)
+    notes = [f"not read: {', '.join(part.annotations.name for part in ignored)}"] if ignored else []
+    return _make_layout(path, parts, notes) if parts else None
 
 
 def _list_tables(folder: Path) -> list[Path]:
@@ -66,24 +63,16 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
     located, is_certain = [], False
     for part in parts:
         image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
-        names = _read_first_names(part.annotations)
-        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
-            is_certain = True
-        else:
-            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
-        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
+        near, names = replace(part, image_dirs=image_dirs), _read_first_names(part.annotations)
+        widened, _ = search_below(near, root, names)
+        is_certain |= bool(names) and widened is near
+        located.append(widened)
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
         notes += folders.check_unannotated_splits(root, parts)
-    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
-    return DatasetLayout(
-        format="csv",
-        description=f"CSV ({names_of_tables})",
-        root=root,
-        parts=tuple(located),
-        notes=tuple(notes),
-        is_certain=is_certain,
-    )
+    tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
+    own = folders.sort_parts(located)
+    return DatasetLayout("csv", f"CSV ({tables})", root, own, tuple(notes), is_certain=is_certain)
 
 
 def _read_first_names(table: Path) -> list[str]:
@@ -92,18 +81,7 @@ def _read_first_names(table: Path) -> list[str]:
         return []
     rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
     values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
-
-
-def _has_images(folder: Path, names: list[str]) -> bool:
-    """Returns whether a folder has one of the named images, with or without the folders in the name or its suffix."""
-    if not folder.is_dir():
-        return False
-    base_names = [name.rpartition("/")[2] for name in names]
-    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
-        return True
-    without_suffix = {name for name in base_names if "." not in name and name}
-    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
+    return list(islice(filter(is_usable_name, values), folders.MAX_PROBES))
 
 
 DELIMITERS = (",", ";", "\t", "|")

@@ -6,6 +6,7 @@ Format: https://docs.cvat.ai/docs/manual/advanced/xml_format/.
 """
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -58,7 +59,7 @@ class _CvatReader:
         self._location = os.path.relpath(part.annotations, builder.layout.root)
 
     def read(self) -> None:
-        frames: dict[int, list[tuple[str, XYXY]]] = {}
+        frames: dict[int, list[Element]] = {}
         task_ids: set[str | None] = set()
         size = (0, 0)
         try:
@@ -72,7 +73,6 @@ class _CvatReader:
                     elif element.tag == "track":
                         self._read_track(element, frames)
                         task_ids.add(element.get("task_id"))
-                        element.clear()
         except (ElementTree.ParseError, ValueError, LookupError) as error:  # the last two: unknown encodings
             line = error.position[0] if isinstance(error, ElementTree.ParseError) else 1
             location, fix = f"{self._part.annotations}:{line}", "export it again, as UTF-8"
@@ -90,53 +90,38 @@ class _CvatReader:
         split, names = self._part.split or split_from_name(subset), [subset and f"{subset}/{name}", name]
         size = usable_size(image.get("height"), image.get("width"))
         self._builder.add_located(self.locator, names, location, split=split, size=size)
-        for number, shape in enumerate(image, 1):
+        self._add_shapes(image, location)
+        if not len(image):
+            self._builder.counts["image without shapes, used as background"] += 1
+
+    def _read_track(self, track: Element, frames: dict[int, list[Element]]) -> None:
+        for shape in track:
+            frame = shape.get("frame", "")
+            if shape.get("outside") != "1" and frame.isdecimal() and len(frame) < 10:
+                shape.set("label", track.get("label", ""))
+                frames.setdefault(int(frame), []).append(shape)
+
+    def _add_shapes(self, shapes: Iterable[Element], location: str) -> None:
+        for number, shape in enumerate(shapes, 1):
             label = shape.get("label", "").strip()
             if shape.tag in SHAPES:
                 place = f"{location}, shape {number}"
                 self._builder.add_shape([label] if label else [], partial(_bound, shape), number, place)
             elif shape.tag not in ("tag", "track"):
                 self._builder.skip_shape(str(shape.tag))
-        if not len(image):
-            self._builder.counts["image without shapes, used as background"] += 1
 
-    def _read_track(self, track: Element, frames: dict[int, list[tuple[str, XYXY]]]) -> None:
-        location = f"{self._location}, track {track.get('id')}"
-        for number, shape in enumerate(track, 1):
-            frame = shape.get("frame", "")
-            if shape.get("outside") != "1" and frame.isdecimal() and len(frame) < 10:
-                box = self._read_track_box(shape, f"{location}, shape {number}", track.get("label", "").strip())
-                frames.setdefault(int(frame), []).extend([] if box is None else [box])
-
-    def _read_track_box(self, shape: Element, location: str, label: str) -> tuple[str, XYXY] | None:
-        """Returns class and box of a shape; None, and a problem or a count, if there is none."""
-        kind, builder = str(shape.tag), self._builder
-        if kind not in SHAPES:
-            builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
-            return None
-        try:
-            xyxy, described = _bound(shape)
-        except ValueError as error:
-            builder.problems.add("malformed-box", f"{location}: {error}")
-            return None
-        if not label:
-            builder.problems.add("no-class", location)
-            return None
-        builder.counts[f"{described}: the box around it is used"] += bool(described)
-        return label, xyxy
-
-    def _add_frames(self, frames: dict[int, list[tuple[str, XYXY]]], size: tuple[int, int]) -> None:
+    def _add_frames(self, frames: dict[int, list[Element]], size: tuple[int, int]) -> None:
         """Adds the images of a video's frames. Raises DataError if none is there."""
         num_found = 0
-        for frame, boxes in sorted(frames.items()):
+        for frame, shapes in sorted(frames.items()):
             folder, name = self.locator.locate(f"frame_{frame:06d}")  # its suffix is that of the file
             is_found = self.locator.exists(folder, name)
             num_found += is_found
             split_index = self.locator.split_index(None, folder)
             image = ImageFile(folder, name if is_found else f"{name}.png", split_index, size)
-            self._builder.add_image(image, f"{self._location}, frame {frame}")
-            for number, box in enumerate(boxes, 1):
-                self._builder.add_box(*box, number)
+            location = f"{self._location}, frame {frame}"
+            self._builder.add_image(image, location)
+            self._add_shapes(shapes, location)
         if frames and not num_found:
             raise make_error(DataError, "cvat-without-frames", self._part.annotations, frame=min(frames))
 

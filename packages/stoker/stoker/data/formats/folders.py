@@ -281,7 +281,7 @@ def layout_of_files(
         image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
         parts.append(SplitFiles(split=split, annotations=path, image_dirs=image_dirs))
     names = files[0][1].name if len(files) == 1 else f"{len(files)} files"
-    return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=tuple(parts))
+    return DatasetLayout(format, f"{title} ({names})", root, tuple(parts))
 
 
 def recognize_known(name: str, path: Path) -> DatasetLayout | None:

@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.data.formats import folders
 from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
 from stoker.data.formats.tables import (
     SPLITS,
@@ -192,6 +193,9 @@ def is_usable_name(path: str) -> bool:
     return bool(parts[-1]) and "\0" not in path and max(map(len, parts)) <= MAX_NAME_BYTES
 
 
+OTHER_NAME = "images have other names than in the annotations, in case or without a suffix"
+
+
 class ImageLocator:
     """Finds the images that annotations name. Lists each folder once."""
 
@@ -199,28 +203,38 @@ class ImageLocator:
         self._root = root
         own_dir = part.annotations if part.annotations.is_dir() else part.annotations.parent
         self._base_dirs = tuple(dict.fromkeys((own_dir, root, *part.image_dirs)))
-        self._listings: dict[Path, set[str]] = {}
+        self._listings: dict[Path, dict[str, str]] = {}
         self._located: dict[tuple[str, Path | None], tuple[Path, str]] = {}
         self._counts: Counter[str] = Counter()
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
-        self._name_by_key: dict[str, str] = {}
-        """Name without its suffix, case-folded name with and without it → name."""
+        self._dir_by_key: dict[str, Path] = {}
         self._duplicates: set[str] = set()
         for folder in part.image_dirs:
-            for name in sorted(self._list_dir(folder)):
+            listing = self._list_dir(folder)
+            for name in sorted(set(listing.values())):
                 if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
                     self._duplicates.add(name)
-        names = [name for name in self._dir_by_name if is_image_name(name)]
-        stems = [os.path.splitext(name)[0] for name in names]
-        for keys in (stems, map(str.casefold, names), map(str.casefold, stems)):
-            for key, name in zip(keys, names, strict=True):
-                self._name_by_key.setdefault(key, name)
+            for key in listing:
+                self._dir_by_key.setdefault(key, folder)
 
-    def _list_dir(self, folder: Path) -> set[str]:
+    def _list_dir(self, folder: Path) -> dict[str, str]:
+        """Returns the names in a folder; of images by their stem, and in lower case, too."""
         if folder not in self._listings:
-            self._listings[folder] = set(os.listdir(folder)) if folder.is_dir() else set()
+            names = sorted(os.listdir(folder)) if folder.is_dir() else []
+            images = [name for name in names if is_image_name(name)]
+            stems = [os.path.splitext(name)[0] for name in images]
+            keys = (map(str.casefold, stems), map(str.casefold, images), stems, images, names)
+            rows = (zip(own, names if own is names else images, strict=True) for own in keys)
+            self._listings[folder] = {key: name for row in rows for key, name in reversed(list(row))}
         return self._listings[folder]
+
+    def _find_in(self, folder: Path, name: str) -> str | None:
+        """Returns the file in a folder that a name means."""
+        listing = self._list_dir(folder)
+        found = listing.get(name) or listing.get(name.casefold())
+        self._counts[OTHER_NAME] += found not in (None, name)
+        return found
 
     def locate(self, text: str, folder: Path | None = None) -> tuple[Path, str]:
         """Returns folder and name of the image that annotations name; the most likely folder if it is absent. folder:
@@ -243,22 +257,22 @@ class ImageLocator:
         base_dirs = self._base_dirs if own_dir is None else (own_dir, *self._base_dirs)
         for base in base_dirs if is_local else base_dirs[:1] if own_dir is not None else ():
             folder = Path(os.path.normpath(base / head)) if is_local else base
-            if name in self._list_dir(folder):
-                return folder, name
+            if (found := self._find_in(folder, name)) is not None:
+                return folder, found
         is_clear = name in self._dir_by_name and name not in self._duplicates
         parts = [] if is_clear else [part for part in head.split("/") if part not in ("", ".", "..")]
         for start, base in product(range(1, len(parts)), base_dirs):
-            if name in self._list_dir(folder := base.joinpath(*parts[start:])):
+            if (found := self._find_in(folder := base.joinpath(*parts[start:]), name)) is not None:
                 self._counts["image paths are found without their first folders"] += 1
-                return folder, name
-        corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
-        if name not in self._dir_by_name and corrected is not None:
-            self._counts["images have other names than in the annotations, in case or without a suffix"] += 1
-            name = corrected
-        if name in self._dir_by_name:
+                return folder, found
+        found_dir = self._dir_by_name.get(name)
+        if found_dir is None:
+            found_dir = self._dir_by_key.get(name) or self._dir_by_key.get(name.casefold())
+            name = name if found_dir is None else self._find_in(found_dir, name) or name
+        if found_dir is not None:
             self._counts["image names have folders that do not exist: they are ignored"] += bool(head)
             self._counts["image names exist in several folders: the first is used"] += name in self._duplicates
-            return self._dir_by_name[name], name
+            return found_dir, name
         return Path(os.path.normpath(base_dirs[0] / head)) if is_local else own_dir or self._default_dir, name
 
     def split_from_folder(self, folder: Path) -> str | None:
@@ -273,6 +287,16 @@ class ImageLocator:
 
     def notes(self) -> list[str]:
         return [f"{count:,} {description}" for description, count in self._counts.items() if count]
+
+
+def search_below(part: SplitFiles, root: Path, names: Sequence[str]) -> tuple[SplitFiles, list[Path]]:
+    """Returns a part and the folders below the root, added to its own, that have a few of its images; none if one of
+    its own folders has."""
+    if not names or any(map(ImageLocator(root, part).find, names)):
+        return part, []
+    candidates = folders.list_dirs_below(root)
+    found = [path for path in candidates if any(map(ImageLocator(root, replace(part, image_dirs=(path,))).find, names))]
+    return replace(part, image_dirs=folders.unique((*found, *part.image_dirs))), found
 
 
 OUTSIDE = "outside-path"

@@ -39,7 +39,7 @@ def recognize(folder: Path) -> DatasetLayout | None:
         parts = [replace(parts[0], split=name, image_list=lists[name]) for name in ("train", "val") if name in lists]
         notes += ["not read: ImageSets/test.txt: the test images have no labels"] if "test" in lists else []
     description = f"KITTI ({os.path.relpath(found[0][1], folder)}/)"
-    return DatasetLayout(format="kitti", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
+    return DatasetLayout("kitti", description, folder, tuple(parts), tuple(notes))
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

@@ -7,9 +7,12 @@ Used for the samples of shards (`shards.py`) and for files with a JSON object pe
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import unquote
+
+import msgspec
 
 from stoker.data.formats.folders import split_from_name
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, read_parts
@@ -20,33 +23,28 @@ from stoker_watch.errors import DataError, make_error
 Entry = tuple[str, Any]
 """Place in a file, for messages, and the object there, which is about an image, or UnknownLayout if it is not JSON."""
 
-LAYOUTS = (
-    'a list of COCO annotations: [{"bbox": [x, y, width, height], "category_id": 3}, …]',
-    '{"annotations": [the same]}, also as "objects" or "instances"',
-    '{"objects": {"bbox": [[x, y, width, height], …], "category": [3, …]}}',
-    '{"bboxes": [[x, y, width, height], …], "labels": [3, …]}',
-    '{"boxes": [[x1, y1, x2, y2], …], "labels": [3, …]}',
-    'rows of Open Images: [{"LabelName": "/m/01g317", "XMin": 0.1, "XMax": 0.4, "YMin": 0.2, "YMax": 0.9}, …]',
-)
-LIST_KEYS = ("annotations", "objects", "instances")
-OTHER_LIST_KEYS = ("annotation", "boundingBoxAnnotations", "detection", "label")
-"""Of files with a JSON object per image: Vertex AI, Open-GroundingDINO (corners), Azure."""
-CORNERS_KEYS = ("boxes", "box")
-"""Corners in pixels: x1, y1, x2, y2, as in torchvision."""
-EXTENT_KEYS = ("bboxes", "bbox")
-"""x, y, width and height in pixels, as in COCO and in the data sets of the Hugging Face hub."""
-NAME_KEYS = ("category_name", "category", "class_name", "class", "label", "LabelName", "displayName", "name")
-ID_KEYS = ("category_id", "class_id", "label_id")
-CLASS_LIST_KEYS = ("labels", "categories", "category_ids", "classes", "class_ids", *NAME_KEYS, *ID_KEYS)
-NAME_OF_FILE_KEYS = ("file_name", "filename")
-NORMALIZED_CORNERS = (
-    ("XMin", "YMin", "XMax", "YMax"),
-    ("xMin", "yMin", "xMax", "yMax"),
-    ("topX", "topY", "bottomX", "bottomY"),
-)
-"""Of Open Images, Vertex AI and Azure."""
-CORNERS = (*NORMALIZED_CORNERS, ("xmin", "ymin", "xmax", "ymax"))
-SAGEMAKER_KEYS = ("left", "top", "width", "height")
+
+class _Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `object_keys.toml`, which says what the fields mean."""
+
+    layouts: tuple[str, ...]
+    lists: tuple[str, ...]
+    other_lists: tuple[str, ...]
+    corners: tuple[str, ...]
+    extents: tuple[str, ...]
+    class_names: tuple[str, ...]
+    class_ids: tuple[str, ...]
+    class_lists: tuple[str, ...]
+    image_names: tuple[str, ...]
+    images: tuple[str, ...]
+    normalized_sides: tuple[tuple[str, ...], ...]
+    pixel_sides: tuple[str, ...]
+    sagemaker: tuple[str, ...]
+
+
+_TEXT = (resources.files("stoker.data.formats") / "object_keys.toml").read_text(encoding="utf-8")
+KEYS = msgspec.toml.decode(_TEXT, type=_Keys)
+LAYOUTS, CLASS_LIST_KEYS = KEYS.layouts, (*KEYS.class_lists, *KEYS.class_names, *KEYS.class_ids)
 XYXY_ABS, XYWH_ABS = 0, 1
 """`bbox_mode` of detectron2 (structures/boxes.py)."""
 
@@ -64,7 +62,7 @@ class ObjectBox(NamedTuple):
     """None: it cannot be read."""
     is_normalized: bool
     is_extent: bool
-    """It was given under one of EXTENT_KEYS, by its width and height."""
+    """It was given under one of `KEYS.extents`, by its width and height."""
     is_crowd: bool
     text: str
     """The start of its annotation, for messages."""
@@ -73,12 +71,12 @@ class ObjectBox(NamedTuple):
 def read_boxes(content: Any) -> list[ObjectBox]:
     """Returns the boxes of a sample, from decoded JSON. Raises UnknownLayout."""
     if isinstance(content, Mapping):
-        has_columns = any(key in content for key in (*CORNERS_KEYS, *EXTENT_KEYS))
-        for key in (*LIST_KEYS, *OTHER_LIST_KEYS):
+        has_columns = any(key in content for key in (*KEYS.corners, *KEYS.extents))
+        for key in (*KEYS.lists, *KEYS.other_lists):
             value: Any = content.get(key)
             if key == "detection" and isinstance(value, Mapping) and _has_objects(rows := value.get("instances")):
                 value = [{"bbox_mode": XYXY_ABS, **row} for row in rows]
-            is_list = key in LIST_KEYS or _has_objects(value) or (not value and not has_columns)
+            is_list = key in KEYS.lists or _has_objects(value) or (not value and not has_columns)
             if isinstance(value, Mapping) or (isinstance(value, list) and is_list):
                 return read_boxes(value)
         content = _rows_of_columns(content)
@@ -89,7 +87,7 @@ def read_boxes(content: Any) -> list[ObjectBox]:
 
 def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns an object for each entry of equally long lists."""
-    box_key = next((key for key in (*CORNERS_KEYS, *EXTENT_KEYS) if _is_list(content.get(key))), None)
+    box_key = next((key for key in (*KEYS.corners, *KEYS.extents) if _is_list(content.get(key))), None)
     class_key = next((key for key in CLASS_LIST_KEYS if _is_list(content.get(key))), None)
     if box_key is None or class_key is None:
         raise UnknownLayout(f"it has the keys {_list_keys(content)}: no list of boxes with a list of classes")
@@ -104,25 +102,29 @@ def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
-    label = next((text for key in (*NAME_KEYS, *ID_KEYS) if (text := class_text(item.get(key))) is not None), None)
+    label = next(
+        (text for key in (*KEYS.class_names, *KEYS.class_ids) if (text := class_text(item.get(key))) is not None), None
+    )
     is_crowd = any(str(item.get(key)).lower() in ("1", "true") for key in ("iscrowd", "isCrowd", "IsGroupOf"))
-    corner_keys = next((keys for keys in CORNERS if all(key in item for key in keys)), None)
-    box_key = next((key for key in (*EXTENT_KEYS, *CORNERS_KEYS) if key in item), None)
-    is_normalized = corner_keys in NORMALIZED_CORNERS
+    corner_keys = next(
+        (keys for keys in (*KEYS.normalized_sides, KEYS.pixel_sides) if all(key in item for key in keys)), None
+    )
+    box_key = next((key for key in (*KEYS.extents, *KEYS.corners) if key in item), None)
+    is_normalized = corner_keys in KEYS.normalized_sides
     is_extent = has_extent = False
     if corner_keys is not None and (is_normalized or box_key is None):
         values: Any = [item[key] for key in corner_keys]
     elif box_key is None and isinstance(item.get("coordinates"), Mapping):
         values, has_extent = _corner_and_size(item["coordinates"]), True
-    elif box_key is None and all(key in item for key in SAGEMAKER_KEYS):
-        values, has_extent = [item[key] for key in SAGEMAKER_KEYS], True
+    elif box_key is None and all(key in item for key in KEYS.sagemaker):
+        values, has_extent = [item[key] for key in KEYS.sagemaker], True
     elif box_key is None:
         raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
     else:
         values, mode = item[box_key], item.get("bbox_mode", XYWH_ABS)
-        if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
+        if box_key in KEYS.extents and mode not in (XYXY_ABS, XYWH_ABS):
             raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-        has_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
+        has_extent = box_key in KEYS.extents and mode == XYWH_ABS
         is_extent = has_extent and "bbox_mode" not in item
     xyxy = _to_corners(values, is_extent=has_extent)
     return ObjectBox(number, label, xyxy, is_normalized, is_extent, is_crowd, str(item)[:60])
@@ -168,16 +170,12 @@ def _has_objects(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
-IMAGE_KEYS = (
-    *NAME_OF_FILE_KEYS, "image", "imagefilename", "imageFilename", "image_path", "img_path", "image_url", "imageGcsUri",
-    "source-ref", "img", "path", "name",
-)  # fmt: skip
-
-
 def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
     """Returns path, and height and width, of the image that an object of a file is about; empty and 0 where it does not
     tell. The path of a URI is that in its bucket."""
-    value = next((entry[key] for key in IMAGE_KEYS if isinstance(entry.get(key), str | Mapping)), "")
+    value = next(
+        (entry[key] for key in (*KEYS.image_names, *KEYS.images) if isinstance(entry.get(key), str | Mapping)), ""
+    )
     size = usable_size(entry.get("height"), entry.get("width"))
     if isinstance(value, Mapping):
         path, own_size = _image_of(value)

@@ -57,13 +57,10 @@ def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
     )
     files = [path for directory in dirs for path in folders.list_files(directory, ".csv")]
     image_dirs = [(part, folders.iter_nearby_dirs(part.annotations.parent, root, part.split)) for part in parts]
-    return DatasetLayout(
-        format="openimages",
-        description=f"Open Images ({', '.join(table.name for table in tables[:3])})",
-        root=root,
-        parts=tuple(replace(part, image_dirs=folders.unique(near_dirs)) for part, near_dirs in image_dirs),
-        metadata_files=tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS)),
-    )
+    located = tuple(replace(part, image_dirs=folders.unique(near_dirs)) for part, near_dirs in image_dirs)
+    descriptions = tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS))
+    title = f"Open Images ({', '.join(table.name for table in tables[:3])})"
+    return DatasetLayout("openimages", title, root, located, metadata_files=descriptions)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

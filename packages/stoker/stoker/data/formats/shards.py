@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import ImageFile, Item, Result, TableBuilder, map_in_threads
-from stoker.data.formats.objects import LAYOUTS, NAME_OF_FILE_KEYS, UnknownLayout, read_boxes, usable_boxes
+from stoker.data.formats.objects import KEYS, LAYOUTS, UnknownLayout, read_boxes, usable_boxes
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -59,8 +59,7 @@ def layout_of_shards(
     format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
 ) -> DatasetLayout:
     shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
-    description, own = f"{title} in {shards}", folders.sort_parts(parts)
-    return DatasetLayout(format=format, description=description, root=root, parts=own, notes=tuple(notes))
+    return DatasetLayout(format, f"{title} in {shards}", root, folders.sort_parts(parts), tuple(notes))
 
 
 @contextlib.contextmanager
@@ -131,7 +130,7 @@ class ShardSamples:
             return
         fields = annotations if isinstance(annotations, Mapping) else {}
         given = usable_size(fields.get("height"), fields.get("width"))
-        written = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
+        written = next((fields[key] for key in KEYS.image_names if isinstance(fields.get(key), str)), "")
         label = folders.base_name(written) or name.rpartition("/")[2]
         image = ImageFile(self.path, label, self.split, size if 0 in given else given, byte_range=(start, length))
         self.images.append(image)

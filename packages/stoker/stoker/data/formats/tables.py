@@ -43,7 +43,7 @@ class SplitFiles:
         return UNASSIGNED if self.split is None else SPLITS.index(self.split)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DatasetLayout:
     """The files of a data set whose format was recognized. No annotation has been read."""
 

@@ -345,11 +345,8 @@ def _choose_classes(
         return chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes
     if names := sorted({pair.text for pair in pairs if pair.text is not None}):
         index_by_name = {name: class_index for class_index, name in enumerate(names)}
-        index_by_label = _labels_of_texts(pairs, index_by_name)
-        assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
-        label_by_index = {index: label for label, index in index_by_label.items() if index is not None}
-        is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
-        ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
+        assignments = _assign(pairs, {}, index_by_name, "a label_map.pbtxt next to the records would name it")
+        ids = list(range(1, len(names) + 1))
         notes.append("no label map: the classes are the texts in the records, sorted")
         return names, ids, assignments, notes
     ids = sorted({pair.label for pair in pairs if pair.label > tfrecord_bytes.BACKGROUND})
@@ -392,17 +389,6 @@ def _choose_label_map(
 def _assign_by_map(pairs: list[LabelTextPair], label_map: tfrecord_bytes.LabelMap) -> list[_Assignment]:
     index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
     return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
-
-
-def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int]) -> dict[int, int | None]:
-    """Returns label → index of the name that all boxes with the label have as their text; None if they have several."""
-    index_by_label: dict[int, int | None] = {}
-    for pair in pairs:
-        if pair.text is not None and pair.label > tfrecord_bytes.BACKGROUND:
-            class_index = index_by_name[pair.text]
-            if index_by_label.setdefault(pair.label, class_index) != class_index:
-                index_by_label[pair.label] = None
-    return index_by_label
 
 
 def _assign(

@@ -90,14 +90,8 @@ def recognize(path: Path) -> DatasetLayout | None:
         return _layout_of_definition(definition)
     for description, parts, notes in _iter_layouts(path):
         if parts and _has_rows(parts):
-            return DatasetLayout(
-                format="yolo",
-                description=description,
-                root=path,
-                parts=tuple(parts),
-                notes=tuple(notes),
-                metadata_files=_find_names_files(path, parts),
-            )
+            names_files = _find_names_files(path, parts)
+            return DatasetLayout("yolo", description, path, tuple(parts), tuple(notes), names_files)
     return None
 
 
@@ -134,17 +128,9 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         parts += found
     if substitutions:
         notes.append(f"{file.name}: {', '.join(substitutions)}")
-    return DatasetLayout(
-        format="yolo",
-        description=f"YOLO, {file.name}",
-        root=base_dirs[0],
-        parts=tuple(parts),
-        notes=tuple(notes),
-        metadata_files=(
-            file,
-            *(_named_file(file, definition.names) if class_names else _find_names_files(file.parent, parts)),
-        ),
-    )
+    names_files = _named_file(file, definition.names) if class_names else _find_names_files(file.parent, parts)
+    description, metadata_files = f"YOLO, {file.name}", (file, *names_files)
+    return DatasetLayout("yolo", description, base_dirs[0], tuple(parts), tuple(notes), metadata_files)
 
 
 def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
