@@ -102,13 +102,11 @@ def _rows_of_columns(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
-    label = next(
-        (text for key in (*KEYS.class_names, *KEYS.class_ids) if (text := class_text(item.get(key))) is not None), None
-    )
+    labels = (class_text(item.get(key)) for key in (*KEYS.class_names, *KEYS.class_ids))
+    label = next((text for text in labels if text is not None), None)
     is_crowd = any(str(item.get(key)).lower() in ("1", "true") for key in ("iscrowd", "isCrowd", "IsGroupOf"))
-    corner_keys = next(
-        (keys for keys in (*KEYS.normalized_sides, KEYS.pixel_sides) if all(key in item for key in keys)), None
-    )
+    all_sides = (*KEYS.normalized_sides, KEYS.pixel_sides)
+    corner_keys = next((keys for keys in all_sides if all(key in item for key in keys)), None)
     box_key = next((key for key in (*KEYS.extents, *KEYS.corners) if key in item), None)
     is_normalized = corner_keys in KEYS.normalized_sides
     is_extent = has_extent = False
@@ -173,9 +171,8 @@ def _has_objects(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
 def _image_of(entry: Mapping[str, Any]) -> tuple[str, tuple[int, int]]:
     """Returns path, and height and width, of the image that an object of a file is about; empty and 0 where it does not
     tell. The path of a URI is that in its bucket."""
-    value = next(
-        (entry[key] for key in (*KEYS.image_names, *KEYS.images) if isinstance(entry.get(key), str | Mapping)), ""
-    )
+    values = (entry.get(key) for key in (*KEYS.image_names, *KEYS.images))
+    value: Any = next((value for value in values if isinstance(value, str | Mapping)), "")
     size = usable_size(entry.get("height"), entry.get("width"))
     if isinstance(value, Mapping):
         path, own_size = _image_of(value)

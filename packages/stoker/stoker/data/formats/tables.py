@@ -24,7 +24,7 @@ UNASSIGNED = -1
 XYXY = tuple[float, float, float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SplitFiles:
     """One split of a data set, or all of it."""
 

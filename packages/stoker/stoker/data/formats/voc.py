@@ -119,13 +119,9 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
         if "val" in lists:
             notes.append("not read: ImageSets/Main/val.txt, because trainval.txt contains its images")
             del lists["val"]
-    parts = [
-        SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])
-        for split in SPLITS
-        if split in lists
-    ]
+    parts = [SplitFiles(split, annotations, image_dirs, lists[split]) for split in SPLITS if split in lists]
     parts = parts or _make_split_parts(folder, annotations)
-    return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes
+    return parts or [SplitFiles(None, annotations, image_dirs)], notes
 
 
 def _locate(locator: ImageLocator, part: SplitFiles, file: Path, filename: str) -> tuple[Path, str]:

@@ -270,11 +270,8 @@ _Layout = tuple[str, list[SplitFiles], list[str]]
 
 def _iter_layouts(folder: Path) -> Iterator[_Layout]:
     """Yields the possible layouts without a data.yaml."""
-    pairs = [
-        SplitFiles(split=split, annotations=labels, image_dirs=(images,))
-        for split, images, labels in folders.list_split_pairs(folder)
-        if _list_label_files(labels)
-    ]
+    found = folders.list_split_pairs(folder)
+    pairs = [SplitFiles(split, labels, (images,)) for split, images, labels in found if _list_label_files(labels)]
     if any(part.split == "train" for part in pairs):
         yield "YOLO in folders of images and of labels per split", pairs, []
     for description, parts, notes in chain(
