@@ -517,13 +517,13 @@ class TableBuilder:
             self.notes.append(note)
             xyxy[is_extent, 2:] -= xyxy[is_extent, :2]
         folders = FolderTable(self.layout.root)
-        folder_index = [folders.add(str(image.folder)) for image in images]
+        number_of = {folder: folders.add(str(folder)) for folder in dict.fromkeys(image.folder for image in images)}
         byte_range = np.array([image.byte_range for image in images], np.int64).reshape(-1, 2)
         return AnnotationTable(
             class_names=list(class_names),
             category_ids=list(range(len(class_names)) if category_ids is None else category_ids),
             folders=folders.paths(),
-            folder_index=np.array(folder_index, np.int32),
+            folder_index=np.array([number_of[image.folder] for image in images], np.int32),
             file_names=[image.name for image in images],
             split=np.array([image.split for image in images], np.int8),
             original_size=size,

@@ -176,7 +176,11 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         )
     if reader.num_group_boxes:
         builder.notes.append(f"{reader.num_group_boxes:,} boxes around groups (image/object/group_of) count as crowd")
-    class_names, class_ids = _assign_classes(builder, list(reader.number_by_pair))
+    pairs = [
+        LabelTextPair(NO_LABEL if label is None else label, text.decode(errors="backslashreplace") if text else None)
+        for label, text in reader.number_by_pair
+    ]
+    class_names, class_ids = _assign_classes(builder, pairs)
     table = builder.build(class_names, category_ids=class_ids, read_headers=False)
     return replace(table, image_id=_image_ids(reader.source_ids))
 
@@ -184,7 +188,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 class _RecordReader:
     def __init__(self, builder: TableBuilder) -> None:
         self.builder = builder
-        self.number_by_pair: dict[LabelTextPair, int] = {}
+        self.number_by_pair: dict[tuple[int | None, bytes | None], int] = {}
         """The label of a box is the number of its pair until all are known."""
         self.source_ids: list[bytes] = []
         self.num_group_boxes = 0
@@ -252,10 +256,7 @@ class _RecordReader:
         image.size = height, width = _image_size(sides, encoded)
         rows = zip(*columns[:4], *(column or (None,) * num_boxes for column in columns[4:]), strict=True)
         for number, (x1, y1, x2, y2, area, label, text, crowd, is_group) in enumerate(rows, 1):
-            pair = LabelTextPair(
-                NO_LABEL if label is None else label, text.decode(errors="backslashreplace") if text else None
-            )
-            index = self.number_by_pair.setdefault(pair, len(self.number_by_pair))
+            index = self.number_by_pair.setdefault((label, text or None), len(self.number_by_pair))
             self.num_group_boxes += bool(is_group)
             xyxy, is_crowd = (x1 * width, y1 * height, x2 * width, y2 * height), bool(crowd or is_group)
             image.boxes.append(Box(index, xyxy, number, is_crowd=is_crowd, area=math.nan if area is None else area))
@@ -300,7 +301,7 @@ def _assign_classes(builder: TableBuilder, pairs: list["LabelTextPair"]) -> tupl
             if assignments[number].label == NO_CLASS:
                 image.num_bad_boxes += 1
             else:
-                image.boxes.append(box._replace(label=assignments[number].label))
+                image.boxes.append(Box(assignments[number].label, *box[1:]))  # `_replace` takes twice as long
     for number, place in first_place.items():
         if (kind := assignments[number].problem_kind) is not None:
             builder.problems.add(kind, f"{place}: {assignments[number].description}", counts[number])
