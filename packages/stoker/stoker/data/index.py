@@ -46,6 +46,17 @@ if TYPE_CHECKING:
     from stoker_watch.storage.store import Store
     from stoker_watch.storage.uri import StorageUri
 
+__all__ = [
+    "ImageRanges",
+    "Index",
+    "Problem",
+    "find_refusals",
+    "missing_images",
+    "open_index",
+    "refuse",
+    "require_images",
+]
+
 DEFAULT_VAL_FRACTION = 0.1
 
 
@@ -209,8 +220,8 @@ def open_index(
     """Returns the index of a data set, from the cache where its source has not changed.
 
     data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the URI of
-    either (gs://, s3://), or "demo", the data set that stoker generates (`./demo` is a folder). Environment variables
-    in it are replaced.
+    either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker generates (`./demo` is a
+    folder). Environment variables in it are replaced.
     format: a key of `formats.finder.FORMATS`; None: detected.
     val_fraction: fraction of the images that becomes the validation split, in (0, 1), 0.1 by default. Used where the
     data set has no validation split of its own.

@@ -55,6 +55,8 @@ from stoker_watch.storage.uri import StorageUri, expand_variables, is_uri, parse
 DEFAULT_SHARD_MIB = 64
 DEFAULT_QUALITY = 90
 ORDER_SEED = 0
+UNKNOWN_BYTES = 1 << 17
+"""Assumed size of an image on a web server, whose size is not known before it is read."""
 
 
 class PackOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -518,6 +520,9 @@ def _record_name(shard_name: str) -> str:
 
 def _source_bytes(index: Index) -> NDArray[np.int64]:
     """Returns [R], the size of each encoded image; 0 for one that does not exist."""
+    remote = index.remote_object(0) if len(index) else None
+    if remote is not None and remote[0].uri.scheme in ("https", "http"):
+        return np.full(len(index), UNKNOWN_BYTES, np.int64)
 
     def size(row: int) -> int:
         byte_range = index.byte_range(row)

@@ -1,11 +1,12 @@
-"""Data sets in buckets: from a URI to the local path of a mirror, a folder that looks like it.
+"""Data sets in buckets and on web servers: from a URI to the local path of a mirror, a folder that looks like it.
 
 The mirror of a bucket is made by one listing and kept current. Annotation files and TFRecord shards are copied. Images
 are placeholders, sparse files of the object's size, and are read from the bucket (`images/source.py`). Size and
 modification time of a file identify the version of its object (`_version_mtime_ns`), so work that a kill interrupted,
 and objects that changed, are found by comparing files with the listing.
 
-A web server lists nothing, so only single images are read from one (`download_image`).
+On a web server, which lists nothing, a data set is an annotation file (COCO JSON or a CSV table), which lists the
+images; their folder is found by requesting the first images where a local data set would have them.
 """
 
 import contextlib
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
-from stoker.data.formats.folders import ANNOTATION_DIRS
+from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
+from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
+from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.formats.images import MAX_NAME_BYTES
 from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import FETCHED, MIRRORS_DIR, URI_FILE, is_copied, is_shard, paths_to_uris, print_status
+from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError, StokerError, StorageError, make_error, nearest, writing
 from stoker_watch.storage.local_files import atomic_path, cache_folder, format_bytes, safe_name, write_atomic
 from stoker_watch.storage.store import ObjectInfo, Store, download, open_store
@@ -49,8 +53,11 @@ NOTES_FILE = "notes.json"
 MAX_FOLDERS_SHOWN = 8
 """Folders of a bucket that an error lists."""
 WEB_SCHEMES = ("https", "http")
+WEB_SUFFIXES = (".json", ".csv")
 MAX_DOWNLOAD_BYTES, DOWNLOAD_TIMEOUT_S = 1 << 28, 60
 """Limits of an image or video that is downloaded from a web server: a 4K video of a minute has about 2^28 bytes."""
+MAX_PROBES = 3
+"""Images that are requested in each folder of a web server: the first ones may be missing."""
 
 _T = TypeVar("_T")
 
@@ -69,7 +76,8 @@ def resolve_dataset(uri: StorageUri, suffixes: tuple[str, ...]) -> ResolvedDatas
     Raises DataError where there is no data set, StorageError where the store cannot be read or the disk is full.
     """
     if uri.scheme in WEB_SCHEMES:
-        raise make_error(DataError, "data-on-web-server", uri)
+        path, root = _sync_web_mirror(uri)
+        return ResolvedDataset(path, root)
     is_file = has_magic(uri.name) or strip_shard_number(uri.name).lower().endswith(suffixes)
     folder_uri = uri
     if is_file and uri.key:  # its images are there
@@ -348,3 +356,56 @@ def _copy_file(store: Store, path: Path, info: ObjectInfo) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
         os.utime(temporary, ns=times_ns)
+
+
+def _sync_web_mirror(uri: StorageUri) -> tuple[Path, Path]:
+    """Returns (annotation file, mirror) on the local disk, up to date, for an annotation file on a web server. Raises
+    DataError for a URI that is not such a file, or whose images are not found; StorageError."""
+    if not uri.name.lower().endswith(WEB_SUFFIXES) or not uri.key:
+        choices, example = [f"…/*{suffix}" for suffix in WEB_SUFFIXES], uri.child("annotations.json")
+        raise make_error(DataError, "web-folder", uri, choices=choices, example=example)
+    store = open_store(uri)
+    info = store.stat(uri.key)
+    if info is None:
+        raise DataError("There is no such file.", location=uri, fix="correct the address")
+    in_annotation_dir = uri.parent.key and uri.parent.name.lower() in (*ANNOTATION_DIRS, *TABLE_DIRS)
+    base = uri.parent.parent if in_annotation_dir else uri.parent
+    name = uri.key.removeprefix(base.key).lstrip("/")
+    with locked_mirror(uri, base) as root:
+        stat = (root / name).stat() if (root / name).is_file() else None
+        if stat is None or (stat.st_size, stat.st_mtime_ns) != (info.size_bytes, _version_mtime_ns(info)):
+            update_mirror(store, root, {name: info}, uri)  # also removes the placeholders of the old version
+        image_names = [image for image in _listed_images(root / name) if invalid_name_reason(image) is None]
+        folder = _find_image_folder(store, base, uri, image_names)
+        paths = sorted({f"{folder}/{image}" if folder else image for image in image_names})
+        stubs = {path: ObjectInfo(base.child(path).key, 1, None, 0.0) for path in paths}
+        update_mirror(store, root, {name: info} | stubs, uri)
+    return root / name, root
+
+
+def _listed_images(file: Path) -> list[str]:
+    names: Iterable[str] = ()
+    if file.suffix.lower() == ".json":
+        names = (image.file_name for image in read_entries(file, file.name, ProblemCollector())[0].images)
+    elif (layout := detect_csv_layout(file)) is not None:
+        column = layout.file_column
+        names = (values[column] for _, values in iter_rows(file, layout) if len(values) > column)
+    return list(dict.fromkeys(name.replace("\\", "/") for name in names if name))
+
+
+def _find_image_folder(store: Store, base: StorageUri, uri: StorageUri, names: list[str]) -> str:
+    """Returns the folder of the images below `base`. Raises DataError where none of the first few images is found."""
+    if not names:
+        raise DataError("The file names no images.", location=uri, fix="name a file that lists images")
+    stem = uri.name.rpartition(".")[0]
+    split = split_from_name(stem)
+    split_folders = [stem.partition("_")[2] or stem, stem, *(SPLIT_ALIASES[split] if split else ())]
+    own_folder = uri.parent.key.removeprefix(base.key).strip("/")
+    folders = ["", own_folder, *IMAGE_DIRS[:2], *split_folders, *(f"images/{folder}" for folder in split_folders)]
+    folders = list(dict.fromkeys(folders))
+    for name in names[:MAX_PROBES]:
+        for folder in folders:
+            if store.stat(base.child(f"{folder}/{name}" if folder else name).key) is not None:
+                return folder
+    listed = ", ".join(folder or "." for folder in folders)
+    raise make_error(DataError, "web-images-not-found", uri, name=names[0], base=base, folders=listed)

@@ -87,6 +87,9 @@ def read_header(path: Path) -> Header:
 
 def _read_remote_header(remote_object: source.RemoteObject, stub: Path) -> Header:
     total = stub.stat().st_size
+    if remote_object.store.uri.scheme in ("https", "http"):  # stubs of web servers have no size
+        info = remote_object.store.stat(remote_object.key)
+        total = 0 if info is None else info.size_bytes
     data = source.read_object(remote_object, 0, min(total, FIRST_READ_BYTES))
 
     def read(offset: int, count: int) -> bytes:
