@@ -96,14 +96,17 @@ def test_an_abandoned_prediction_waits_for_no_thread(monkeypatch: pytest.MonkeyP
 
 def detect_by(model: Any) -> Any:
     options = {"image_size": CARD.image_size, "resize": CARD.resize, "score_threshold": 0.3, "iou_threshold": 0.5,
-               "class_names": CARD.class_names}  # fmt: skip
+               "class_names": CARD.class_names, "precision": "fp32"}  # fmt: skip
     return lambda paths: predict_images(model, paths, CPU, **options)
 
 
 def run(paths: list[Path], **options: Any) -> list[Any]:
     return list(
         predict_images(
-            BrightObjectDetector(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options)
+            BrightObjectDetector(),
+            paths,
+            CPU,
+            **({"image_size": (96, 64), "resize": "letterbox", "precision": "fp32"} | options),
         )
     )  # type: ignore[arg-type]
 
@@ -124,7 +127,14 @@ def test_boxes_come_in_pixels_of_each_image(resize: str, tmp_path: Path) -> None
 def test_every_batch_has_the_same_shape(tmp_path: Path) -> None:
     model = BrightObjectDetector()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40 + n), (5, 5, 30, 30)) for n in range(5)]
-    assert len(list(predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=4))) == 5  # type: ignore[arg-type]
+    assert (
+        len(
+            list(
+                predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=4, precision="fp32")
+            )
+        )
+        == 5
+    )  # type: ignore[arg-type]
     assert model.shapes == {(4, 3, 96, 64)}
 
 
@@ -166,7 +176,7 @@ def test_no_images_is_no_work() -> None:
 def test_the_model_is_left_as_it_was_and_gradients_are_on_between_images(tmp_path: Path) -> None:
     model = BrightObjectDetector().train()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40), None) for n in range(3)]
-    for _ in predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=1):  # type: ignore[arg-type]
+    for _ in predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=1, precision="fp32"):  # type: ignore[arg-type]
         assert torch.is_grad_enabled()
     assert model.training
 

@@ -157,7 +157,7 @@ def draw(path: Path, size: tuple[int, int], boxes: list[tuple[int, int, int, int
 
 def predict(paths: list[Path], model: Any = None, **options: Any) -> list[Prediction]:
     model = model or FindsRectangles()
-    return list(predict_images(model, paths, CPU, image_size=CANVAS, resize="letterbox", **options))
+    return list(predict_images(model, paths, CPU, image_size=CANVAS, resize="letterbox", precision="fp32", **options))
 
 
 SMALL = [(x, y, x + 24, y + 24) for x, y in ((30, 40), (505, 300), (620, 500), (1100, 1000), (1490, 700), (1970, 1470))]

@@ -349,7 +349,7 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: p
     inside = np.array([image_size, (50, 60), image_size], np.int32)
     found = OnnxModel(path, num_threads=1).run(images, inside, **thresholds)
     for n in range(len(found.boxes)):
-        one = found.of_image(n)
+        one = parity.of_image(found, n)
         compared = parity.compare_detections(
             "it",
             parity._run_model(model, images[n], inside[n], max_detections=100, **thresholds),

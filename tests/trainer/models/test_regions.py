@@ -9,8 +9,9 @@ from torchvision.models.detection import faster_rcnn as torchvision_faster_rcnn
 from torchvision.ops import MultiScaleRoIAlign, nms
 
 from stoker.models import faster_rcnn
-from stoker.models.faster_rcnn import FasterRCNN, Proposals, RPNOutputs, propose, sample_rois
+from stoker.models.faster_rcnn import FasterRCNN, Proposals, propose, sample_rois
 from stoker.models.layers import postprocess
+from stoker.models.layers.boxes import AnchorOutputs
 from stoker.models.layers.matching import KEY_RANGE, random_keys, sample_balanced
 from stoker.models.layers.postprocess import NMS_ROUNDS, fixed_point_nms
 from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
@@ -86,7 +87,7 @@ def test_there_are_proposals_of_images_that_ran_out_of_rounds() -> None:
     logits = torch.cat((rising, rising)).repeat(2, 1)
     logits[1] = rising[torch.randperm(count, generator=torch.Generator().manual_seed(0))].repeat(2)
     resized_size = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
-    predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
+    predicted = AnchorOutputs(logits[..., None], torch.zeros(2, 2 * count, 4), anchors, (count, count))
     found = propose(predicted, resized_size, top_n=300, min_score=0.0)
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()

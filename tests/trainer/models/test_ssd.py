@@ -23,8 +23,9 @@ from stoker.hardware.device import Device
 from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
+from stoker.models.layers.boxes import AnchorOutputs
 from stoker.models.layers.matching import BACKGROUND, match_anchors
-from stoker.models.ssd import SSD, SSDOutputs, detect_reduced_tail, hard_negative_cross_entropy
+from stoker.models.ssd import SSD, detect_reduced_tail, hard_negative_cross_entropy
 from stoker.models.table import check_image_size
 from stoker.models.weights.load import read_weights
 from stoker.models.weights.model_file import ModelMetadata
@@ -63,7 +64,7 @@ def models() -> dict[str, SSD]:
     return {name: model for name, model in made.items() if isinstance(model, SSD)}
 
 
-def raw_of(model: SSD, name: str, images: int, *, seed: int = 0, spread: float = 1.0) -> SSDOutputs:
+def raw_of(model: SSD, name: str, images: int, *, seed: int = 0, spread: float = 1.0) -> AnchorOutputs:
     """Random predictions on torchvision's model input, in float64; every gradient is wanted."""
     draws = torch.Generator().manual_seed(seed)
     side = SIDES[name]
@@ -73,14 +74,14 @@ def raw_of(model: SSD, name: str, images: int, *, seed: int = 0, spread: float =
         shape = (images, len(anchors), numbers)
         return (spread * torch.randn(shape, generator=draws, dtype=torch.float64)).requires_grad_()
 
-    return SSDOutputs(some(1 + CLASSES), some(4), anchors)
+    return AnchorOutputs(some(1 + CLASSES), some(4), anchors, ())
 
 
 def in_float64(batch: Batch) -> Batch:
     return batch._replace(boxes=batch.boxes.double())
 
 
-def theirs(oracle: Any, raw: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
+def theirs(oracle: Any, raw: AnchorOutputs, batch: Batch) -> dict[str, Tensor]:
     """The oracle's matching and loss, of these predictions."""
     targets = [
         {"boxes": boxes[valid], "labels": labels[valid] + 1}
@@ -143,7 +144,7 @@ def test_losses_and_gradients_are_those_of_torchvision(
     require_equal(models[name], empty_oracles[name], raw, batch)
 
 
-def require_equal(model: SSD, oracle: Any, raw: SSDOutputs, batch: Batch) -> None:
+def require_equal(model: SSD, oracle: Any, raw: AnchorOutputs, batch: Batch) -> None:
     ours, expected = model.loss(raw, batch), theirs(oracle, raw, batch)
     assert ours.keys() == expected.keys()
     for part, loss in expected.items():
@@ -232,12 +233,12 @@ def test_padding_and_infinities_leave_the_gradients_finite(models: dict[str, SSD
         assert gradient[0].any()
 
 
-def outputs_of(oracle: Any, model: SSD, images: Tensor, anchors: Tensor) -> SSDOutputs:
+def outputs_of(oracle: Any, model: SSD, images: Tensor, anchors: Tensor) -> AnchorOutputs:
     kind = anchors.dtype if next(oracle.parameters()).dtype == torch.float32 else torch.float64
     pixels = torch.stack([oracle.transform.normalize(image) for image in images.to(kind) / 255])
     torch.testing.assert_close(model.normalize(images), pixels, rtol=1e-6, atol=1e-4)
     found = oracle.head(list(oracle.backbone(pixels).values()))
-    return SSDOutputs(found["cls_logits"], found["bbox_regression"], anchors)
+    return AnchorOutputs(found["cls_logits"], found["bbox_regression"], anchors, ())
 
 
 @pytest.mark.slow
@@ -277,7 +278,7 @@ def test_detections_are_those_of_torchvision(
     assert oracle.nms_thresh == model.iou_threshold
     assert oracle.topk_candidates == model.pre_nms_top_n_per_class
     raw = raw_of(model, name, 2, spread=2.0)
-    raw = SSDOutputs(raw.logits.detach(), raw.deltas.detach(), raw.anchors)
+    raw = raw._replace(logits=raw.logits.detach(), deltas=raw.deltas.detach())
     monkeypatch.setattr(model, "pre_nms_top_n_per_class", per_class)
     resized_sizes = [(side, side), (side // 2, side - 31)]
     for key, value in {"topk_candidates": per_class, "score_thresh": score_threshold}.items():

@@ -54,14 +54,14 @@ def predict(
     """Detects objects; writes the images and videos with boxes drawn, and predictions.json."""
     with quick_imports():
         from stoker.inference.model import load
-        from stoker.inference.predict import find_inputs
+        from stoker.inference.predict import INPUT_SUFFIXES, find_images
 
-    images = list(map(str, find_inputs(images, out)))  # before weights are downloaded
+    paths = find_images(images, exclude_dir=out, suffixes=INPUT_SUFFIXES)  # before weights are downloaded
     model = load(run, device=device, trust_file=trust_file)
     if conf is None:
         print_text(f"{model.weights}: minimum score {model.conf:g} ({model.conf_origin}); --conf changes it")
     for line in model.predict_to_dir(
-        images, out, conf=conf, iou=iou, classes=classes, max_det=max_det, agnostic_nms=agnostic_nms,
+        list(map(str, paths)), out, conf=conf, iou=iou, classes=classes, max_det=max_det, agnostic_nms=agnostic_nms,
         save_txt=save_txt, save_crop=save_crop, tile=tile, tile_overlap=tile_overlap,
     ):  # fmt: skip
         print_text(line)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
-from stoker.data.loading.device_decoder import JpegDecoder
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses
-from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.detections import Detections, GroundTruth, boxes_in_image
@@ -64,51 +62,20 @@ def evaluation_loader(
     image_indices: NDArray[np.int64],
     device: Device,
     *,
-    batch_size: int,
-    image_size: tuple[int, int],
-    resize: str,
-    workers: int | Literal["auto"],
-    initial_workers: int = 0,
-    max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
-    rank: int = 0,
-    world_size: int = 1,
     processes: WorkerProcesses | None = None,
-    jpeg_decoder: JpegDecoder = "cpu",
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
+    **options: Any,
 ) -> Loader:
-    """One pass over some rows of an index, or over a rank's fraction of them; close it. See `Loader`."""
-    spec = LoaderSpec(
-        device=device,
-        batch_size=batch_size,
-        image_size=image_size,
-        resize=resize,
-        max_boxes=compute_max_boxes(index, image_indices),
-        seed=0,  # an evaluation draws no random numbers
-        workers=workers,
-        initial_workers=initial_workers,
-        train=False,
-        max_bad_fraction=max_bad_fraction,
-        rank=rank,
-        world_size=world_size,
-        jpeg_decoder=jpeg_decoder,
-    )
+    """One pass over some rows of an index, or over a rank's fraction of them; close it. options: fields of
+    `LoaderSpec`; batch_size, image_size and resize must be given. An evaluation draws no random numbers."""
+    max_boxes = compute_max_boxes(index, image_indices)
+    spec = LoaderSpec(device=device, max_boxes=max_boxes, seed=0, train=False, **options)
     return Loader(index, image_indices, spec, processes=processes, on_quarantine=on_quarantine)
 
 
-def detect(
-    model: DetectorProtocol,
-    batches: Iterable[Batch],
-    device: Device,
-    *,
-    precision: str,
-    score_threshold: float = SCORE_THRESHOLD,
-    iou_threshold: float | None = None,
-) -> Detections:
-    """The detections in all images of `batches`; see `detect_batches`."""
-    detections = detect_batches(
-        model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
-    )
-    return Detections.concatenate(list(detections))
+def detect(model: DetectorProtocol, batches: Iterable[Batch], device: Device, **options: Any) -> Detections:
+    """The detections in all images of `batches`; options: those of `detect_batches`."""
+    return Detections.concatenate(list(detect_batches(model, batches, device, **options)))
 
 
 def detect_batches(
@@ -117,8 +84,8 @@ def detect_batches(
     device: Device,
     *,
     precision: str,
-    score_threshold: float,
-    iou_threshold: float | None,
+    score_threshold: float = SCORE_THRESHOLD,
+    iou_threshold: float | None = None,
     max_detections: int | None = None,
 ) -> Iterator[Detections]:
     """The detections of each batch, one batch late; boxes in pixels of the original images, without padding images

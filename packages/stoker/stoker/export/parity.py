@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.inference.runtime import ExportedModel, ImageDetections
+from stoker.inference.runtime import ExportedModel
 from stoker.models.layers.boxes import iou
+from stoker.models.layers.postprocess import BatchDetections
 from stoker_watch.errors import ParityError, make_error
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
@@ -26,6 +27,20 @@ MATCH_PX, MATCH_SCORE = 4.0, 0.05
 """Two boxes of a class within these differences count as the same box, whose difference is then measured."""
 BATCH_SIZE = 8
 """Images of the larger batch; batches of one are compared as well."""
+
+
+class ImageDetections(NamedTuple):
+    """N detections in one image, as numbers of the host, best score first."""
+
+    boxes: NDArray[np.float32]
+    """[N, 4], xyxy in pixels of the model input."""
+    scores: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+def of_image(found: BatchDetections, n: int) -> ImageDetections:
+    valid = found.valid[n]
+    return ImageDetections(*(column[n][valid].numpy() for column in found[:3]))
 
 
 class Parity(NamedTuple):
@@ -145,7 +160,7 @@ def compare_outputs(
             single = exported.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
             for output, position in ((single, 0), (batched, k)):
-                result = compare_detections(names[i], model_detections, output.of_image(position), **limits)
+                result = compare_detections(names[i], model_detections, of_image(output, position), **limits)
                 if output is batched:  # counted already
                     result = result._replace(num_images=0, num_boxes=0, num_ties=0)
                 total = total.merge(result)
@@ -159,9 +174,7 @@ def _run_model(
     input_size = torch.from_numpy(resized_size[None])
     with torch.no_grad():
         outputs = model(torch.from_numpy(image[None]))
-        detections = model.decode(outputs, input_size, torch.ones(1, 2), input_size, **limits)
-    valid = detections.valid[0]
-    return ImageDetections(*(column[0][valid].numpy() for column in detections[:3]))
+        return of_image(model.decode(outputs, input_size, torch.ones(1, 2), input_size, **limits), 0)
 
 
 def require_parity(parity: Parity, location: object, exported_by: str = "ONNX") -> None:

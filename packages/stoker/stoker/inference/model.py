@@ -31,6 +31,7 @@ from stoker.inference.image_batches import MERGE_IOU, TILE_OVERLAP, ImageSource,
 from stoker.inference.predict import (
     DEFAULT_BATCH_SIZE,
     IMAGE_SUFFIXES,
+    INPUT_SUFFIXES,
     find_images,
     local_path,
     predict_images,
@@ -38,7 +39,7 @@ from stoker.inference.predict import (
 )
 from stoker.inference.prediction import Prediction
 from stoker.inference.runtime import RUNTIMES
-from stoker.inference.video import VIDEO_SUFFIXES, is_video, read_frames
+from stoker.inference.video import is_video, read_frames
 from stoker.models import MODELS
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
 from stoker.models.weights import model_file
@@ -277,7 +278,7 @@ def load(run: str | os.PathLike[str], *, device: str | None = None, trust_file: 
 def _iter_sources(images: object, *, bgr: bool, stream: bool) -> Iterator[ImageSource]:
     """Each image of what `Model.predict` is given. Raises UsageError for what is none."""
     if isinstance(images, str | os.PathLike):
-        given, suffixes = local_path(images), (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) if stream else IMAGE_SUFFIXES
+        given, suffixes = local_path(images), INPUT_SUFFIXES if stream else IMAGE_SUFFIXES
         is_many = given.is_dir() or (has_magic(str(given)) and not given.exists())
         for path in find_images([given], suffixes=suffixes) if is_many else [given]:
             if is_video(path) and not stream:

@@ -54,6 +54,7 @@ from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
 """Suffixes of images in folders; a file that is given by name may have any suffix."""
+INPUT_SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
 RESULTS_NAME = "predictions.json"
 DEFAULT_BATCH_SIZE = 8
 WRITE_FIX = "make room, or name another folder with --out"
@@ -111,33 +112,23 @@ def predict_images(
     *,
     image_size: tuple[int, int],
     resize: str,
-    score_threshold: float = 0.3,
     iou_threshold: float | None = None,
-    precision: str = "fp32",
     batch_size: int = DEFAULT_BATCH_SIZE,
     tiling: Tiling | None = None,
-    max_detections: int | None = None,
     class_names: Sequence[str] = (),
+    **options: Any,
 ) -> Iterator[Prediction]:
     """Runs the model, which is on `device`, over images, in order; image_size, resize: as in training.
 
     tiling: an image larger than a tile is processed whole and in tiles. An unreadable one is yielded with its error.
+    options: further ones of `detect_batches`.
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
     workers, windows = (num_decode_workers(sources, batch_size), iter_windows(sources, tiling))
     batches = iter_batches(windows, issued_windows, device, image_size, resize, batch_size, workers=workers)
-    batch_detections = detect_batches(
-        model,
-        batches,
-        device,
-        precision=precision,
-        score_threshold=score_threshold,
-        iou_threshold=nms_threshold,
-        max_detections=max_detections,
-    )
     window_detections: list[tuple[InferenceWindow, Detections]] = []
-    for detections in batch_detections:
+    for detections in detect_batches(model, batches, device, iou_threshold=nms_threshold, **options):
         for window in issued_windows.popleft():
             window_detections.append((window, detections.of_image(window.window_index)))
             if window.is_last:
@@ -171,11 +162,6 @@ def _merge_windows(
     )
 
 
-def find_inputs(inputs: Sequence[str | Path], out: Path) -> list[Path]:
-    """Images and videos, without those in `out`. Raises UsageError for inputs without any."""
-    return find_images(inputs, exclude_dir=out, suffixes=(*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
-
-
 def predict_to_dir(
     detect: Detect, inputs: Sequence[str | Path], out: Path, *, save_txt: bool = False, save_crop: bool = False
 ) -> Iterator[str]:
@@ -187,7 +173,7 @@ def predict_to_dir(
     Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
     could not be read.
     """
-    paths = find_inputs(inputs, out)
+    paths = find_images(inputs, exclude_dir=out, suffixes=INPUT_SUFFIXES)
     images, videos = ([path for path in paths if is_video(path) == wanted] for wanted in (False, True))
     if videos:
         import_av()

@@ -10,7 +10,7 @@ import math
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -34,32 +34,6 @@ MAX_BOXES = 20_000
 INPUTS = ("images", "content", "score_threshold")
 """All formats have these; ONNX files have `iou_threshold`, too."""
 OUTPUTS = ("boxes", "scores", "labels", "count")
-
-
-class ImageDetections(NamedTuple):
-    """N detections in one image, as numbers of the host."""
-
-    boxes: NDArray[np.float32]
-    """[N, 4], xyxy in pixels of the model input."""
-    scores: NDArray[np.float32]
-    labels: NDArray[np.int64]
-
-
-class FileDetections(NamedTuple):
-    """Outputs of the file for B images, K boxes each, best first."""
-
-    boxes: NDArray[np.float32]
-    """[B, K, 4], xyxy in pixels of the model input; zeros beyond `num_found`."""
-    scores: NDArray[np.float32]
-    """[B, K]; zero beyond `num_found`."""
-    labels: NDArray[np.int64]
-    """[B, K]; -1 beyond `num_found`."""
-    num_found: NDArray[np.int64]
-    """[B]."""
-
-    def of_image(self, n: int) -> ImageDetections:
-        found = slice(int(self.num_found[n]))
-        return ImageDetections(self.boxes[n, found], self.scores[n, found], self.labels[n, found])
 
 
 class FileSettings(msgspec.Struct):
@@ -115,8 +89,8 @@ class ExportedModel(nn.Module):
         """The file's OUTPUTS for its inputs by name: images, content, thresholds; without `iou_threshold` its own."""
         raise NotImplementedError
 
-    def _detect(self, inputs: dict[str, NDArray[Any]]) -> FileDetections:
-        """The outputs for a batch. Raises WeightsError for what does not fit the metadata: an author may write any."""
+    def _detect(self, inputs: dict[str, NDArray[Any]]) -> BatchDetections:
+        """The boxes of a batch. Raises WeightsError for what does not fit the metadata: an author may write any."""
         try:
             columns = [np.asarray(column) for column in self._call(inputs)]
         except Exception as error:  # the runtimes' exceptions have no other common base
@@ -150,9 +124,13 @@ class ExportedModel(nn.Module):
         if cause is not None:
             what = f"The outputs of the {self.title} file do not fit its metadata."
             raise WeightsError(what, location=self._path, cause=cause)
-        return FileDetections(
-            boxes.astype(np.float32), scores.astype(np.float32), labels.astype(np.int64), count.astype(np.int64)
-        )
+        columns = [
+            boxes.astype(np.float32),
+            scores.astype(np.float32),
+            np.where(valid, labels, 0).astype(np.int64),
+            valid,
+        ]
+        return BatchDetections(*map(torch.from_numpy, columns))
 
     def forward(self, images: Tensor) -> Tensor:
         """images: uint8 [B, 3, H, W], on the CPU. Returned unchanged: `decode` runs the whole graph."""
@@ -170,13 +148,9 @@ class ExportedModel(nn.Module):
         max_detections: int = MAX_DETECTIONS,  # noqa: ARG002  # the file has its own
     ) -> BatchDetections:
         """As `Detector.decode`: the boxes of each image in pixels of the original image."""
-        result = self.run(
-            outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
-        )
-        valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.num_found)[:, None]
-        columns = result.boxes, result.scores, result.labels.clip(min=0)
-        boxes, scores, labels = (torch.from_numpy(column) for column in columns)
-        return rescale_to_original(BatchDetections(boxes, scores, labels, valid), scale, original_size)
+        thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
+        found = self.run(outputs.numpy(), resized_size.numpy(), **thresholds)  # type: ignore[arg-type]
+        return rescale_to_original(found, scale, original_size)
 
     def run(
         self,
@@ -185,8 +159,8 @@ class ExportedModel(nn.Module):
         *,
         score_threshold: float,
         iou_threshold: float | None = None,
-    ) -> FileDetections:
-        """images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]; iou_threshold: default that of the file.
+    ) -> BatchDetections:
+        """Boxes in pixels of the model input. images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]; iou_threshold: default that of the file.
         Raises ConfigError for another image size, and for an IoU threshold if the file has no NMS.
 
         A file with a fixed batch size runs as often as needed; the last batch is filled with the last image.
@@ -206,7 +180,9 @@ class ExportedModel(nn.Module):
             indices = np.arange(start, start + (self.batch_size or len(images))).clip(max=len(images) - 1)
             feed = {"images": np.ascontiguousarray(images[indices]), "content": resized_size[indices].astype(np.int32)}
             results.append(self._detect(feed | thresholds))
-        return FileDetections(*(np.concatenate(column)[: len(images)] for column in zip(*results, strict=True)))
+        columns = zip(*(result[:4] for result in results), strict=True)
+        boxes, scores, labels, valid = (torch.cat(column)[: len(images)] for column in columns)
+        return BatchDetections(boxes, scores, labels, valid)
 
 
 class OnnxModel(ExportedModel):

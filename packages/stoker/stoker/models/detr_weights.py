@@ -1,6 +1,7 @@
-"""Names of published weights of D-FINE, DEIMv2 and RF-DETR → names of `models/dfine.py` and `models/rf_detr.py`.
+"""Names of published weights of D-FINE, DEIMv2 and RF-DETR → names of `models/dfine.py` and `models/rf_detr.py`; names
+of torchvision before 0.13 → those since.
 
-The rules are in knowledge/detr_weights.toml, for the layout of `transformers` and that of the authors' code.
+The rules are in knowledge/detr_weights.toml, of DETRs for the layout of `transformers` and that of the authors' code.
 """
 
 import re
@@ -46,6 +47,14 @@ def convert_rf_detr(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str
             count = shapes[name][0] // GROUPS
             renamed[name] = renamed[name].unflatten(0, (GROUPS, -1))[:, :count].flatten(0, 1)
     return {name: tensor for name, tensor in renamed.items() if name in shapes}
+
+
+def convert_torchvision(tensors: Mapping[str, Tensor], _model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a detector by torchvision's names since 0.13, which FCOS's heads with norms always had."""
+    tables = read_toml("detr_weights.toml")
+    has_norms = any(re.match(r"head\.\w+\.conv\.1\.", name) for name in tensors)
+    rules = tables["torchvision"] + ([] if has_norms else tables["torchvision_heads"])
+    return {_rename(name, rules): tensor for name, tensor in tensors.items()}
 
 
 def _rename(name: str, rules: Iterable[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ from stoker.models.backbones import build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (
     AnchorGenerator,
+    AnchorOutputs,
     batched_gather,
     cell_anchors,
     clip,
@@ -47,19 +48,6 @@ RPN_SAMPLES, RPN_MAX_POSITIVES = 256, 128
 """Anchors of an image in the loss, and at most so many positive ones (section 3.1.3)."""
 SMOOTH_L1_BETA = 1 / 9
 """Where the smooth L1 loss changes from quadratic to linear (torchvision, Detectron)."""
-
-
-class RPNOutputs(NamedTuple):
-    """Predictions at A anchors of B images, in the dtype the network computed in."""
-
-    logits: Tensor
-    """[B, A], objectness."""
-    deltas: Tensor
-    """[B, A, 4], boxes encoded relative to their anchors."""
-    anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the model input."""
-    num_anchors_per_level: tuple[int, ...]
-    """How many of the A anchors each pyramid level has, finest level first."""
 
 
 class Proposals(NamedTuple):
@@ -89,22 +77,22 @@ class RegionProposalNetwork(nn.Module):
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
 
-    def forward(self, levels: list[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
+    def forward(self, levels: list[Tensor], image_size: tuple[int, int]) -> AnchorOutputs:
         """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         logits, deltas = (torch.cat(predicted, dim=1) for predicted in self.head(levels))
         anchors = self.anchors(image_size, grids)
-        return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
+        return AnchorOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
 
-def propose(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
+def propose(rpn_outputs: AnchorOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
     """The best `top_n` proposals of each image: the `top_n` best anchors of each level, decoded, clipped to
     `resized_size` [B, 2], without small ones, after NMS per level.
 
     rpn_outputs: at least fp32; min_score: minimum objectness.
     """
     counts = [min(top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
-    logits, index, _ = topk_per_level(rpn_outputs.logits[..., None], rpn_outputs.num_anchors_per_level, top_n)
+    logits, index, _ = topk_per_level(rpn_outputs.logits, rpn_outputs.num_anchors_per_level, top_n)
     deltas, anchors = batched_gather(rpn_outputs.deltas, index), rows_at(rpn_outputs.anchors, index)
     boxes = clip(decode(deltas, anchors), resized_size)
     eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_PROPOSAL_PX).all(-1)  # false for NaN
@@ -138,7 +126,7 @@ def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor
     return torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1)
 
 
-def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
+def propose_in_groups(rpn_outputs: AnchorOutputs, resized_size: Tensor, *, top_n: int, min_score: float) -> Proposals:
     """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
     `block_size.block_size`, of all levels."""
     logits = rpn_outputs.logits
@@ -153,7 +141,7 @@ def propose_in_groups(rpn_outputs: RPNOutputs, resized_size: Tensor, *, top_n: i
 
 
 def rpn_loss(
-    rpn_outputs: RPNOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, thresholds: dict[str, Any]
+    rpn_outputs: AnchorOutputs, boxes: Tensor, valid: Tensor, rand: Tensor, thresholds: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 
@@ -169,7 +157,7 @@ def rpn_loss(
         max_positives=RPN_MAX_POSITIVES,
     )
     num_sampled = loss_divisor(sampled.valid.sum())
-    logits = sampled.gather(rpn_outputs.logits)
+    logits = sampled.gather(rpn_outputs.logits[..., 0])
     objectness = functional.binary_cross_entropy_with_logits(
         logits, sampled.positive.to(logits.dtype), reduction="none"
     )
@@ -275,7 +263,7 @@ MIN_BOX_PX = 1e-2
 class FasterRCNNOutputs(NamedTuple):
     """Outputs of the first stage, and the features for the second one."""
 
-    rpn_outputs: RPNOutputs
+    rpn_outputs: AnchorOutputs
     features: tuple[Tensor, ...]
     """The levels that RoIs are pooled from, finest first, each [B, C, h, w]."""
     strides: tuple[int, ...]
@@ -379,5 +367,5 @@ class FasterRCNN(Detector):
         )
 
 
-def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
+def _in_fp32(rpn_outputs: AnchorOutputs) -> AnchorOutputs:
     return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))

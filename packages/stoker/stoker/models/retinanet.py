@@ -17,7 +17,6 @@ unless `--backbone-norm` changes that, TF trains them.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import ExtraBlocks, build_backbone_with_fpn, depthwise_conv, separable_conv
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors, decode, rows_at
+from stoker.models.layers.boxes import AnchorGenerator, AnchorOutputs, batched_gather, cell_anchors, decode, rows_at
 from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
@@ -37,19 +36,6 @@ from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and
 PRIOR_PROBABILITY = 0.01
 """Initial score of every class, so that the many negatives do not dominate the first steps (section 4.1)."""
 PRIOR_LOGIT = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
-
-
-class RetinaNetOutputs(NamedTuple):
-    """Predictions for B images at A anchors, in the dtype the network computed in."""
-
-    logits: Tensor | tuple[Tensor, ...]
-    """[B, A, C], one sigmoid logit per class. In training with `fused_loss`: those of each level, not concatenated."""
-    deltas: Tensor
-    """[B, A, 4], boxes encoded relative to their anchors."""
-    anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the model input."""
-    num_anchors_per_level: tuple[int, ...]
-    """How many of the A anchors each pyramid level has, finest level first."""
 
 
 class ConvHead(nn.Module):
@@ -143,7 +129,7 @@ class RetinaNet(Detector):
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
 
-    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RetinaNetOutputs:
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> AnchorOutputs:
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         anchors = self.anchors(image_size, grids)
         if "tower" in self.head:
@@ -151,9 +137,9 @@ class RetinaNet(Detector):
         (logits,) = self.head["classification_head"](levels)
         (deltas,) = self.head["regression_head"](levels)
         logits = tuple(logits) if self.fused_loss and self.training else torch.cat(logits, dim=1)
-        return RetinaNetOutputs(logits, torch.cat(deltas, dim=1), anchors, self.anchors.num_anchors_per_level(grids))
+        return AnchorOutputs(logits, torch.cat(deltas, dim=1), anchors, self.anchors.num_anchors_per_level(grids))
 
-    def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, outputs: AnchorOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
         number of positives (at least 1), averaged over images: those of half batches average to the whole batch's."""
         settings = self.settings
@@ -179,7 +165,7 @@ class RetinaNet(Detector):
             }
 
     def candidates(
-        self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+        self, outputs: AnchorOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
         """The `pre_nms_top_n` best of each pyramid level, ranked by logits, of which no fp32 copy is needed."""
         assert isinstance(outputs.logits, Tensor)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from stoker.models.backbones import BACKBONES, freeze_stages
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import (
     AnchorGenerator,
+    AnchorOutputs,
     GridSize,
     batched_gather,
     coder_weights_like,
@@ -235,17 +236,6 @@ def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ra
     return torch.where(positive, loss, 0.0).sum() + torch.where(is_hard, ranked_negatives, 0.0).sum()
 
 
-class SSDOutputs(NamedTuple):
-    """Predictions for B images at A anchors, in the dtype the network computed in."""
-
-    logits: Tensor
-    """[B, A, 1 + C], softmax logits, the background's first."""
-    deltas: Tensor
-    """[B, A, 4], boxes encoded relative to their anchors, times `boxes.BOX_CODER_WEIGHTS`."""
-    anchors: Tensor
-    """float32 [A, 4], xyxy in pixels of the model input."""
-
-
 class SSDAnchorGenerator(AnchorGenerator):
     """Anchors whose first center is half a step from the input's top and left edge.
 
@@ -299,11 +289,12 @@ class SSD(Detector):
             self.head[name] = SSDScoringHead(layers, outputs)
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
-    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
-        anchors = self.anchors(image_size, [(x.shape[2], x.shape[3]) for x in levels])
-        return SSDOutputs(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors)
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> AnchorOutputs:
+        grids = [(x.shape[2], x.shape[3]) for x in levels]
+        logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)
+        return AnchorOutputs(logits, deltas, self.anchors(image_size, grids), self.anchors.num_anchors_per_level(grids))
 
-    def loss(self, outputs: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, outputs: AnchorOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (cross-entropy, hard negatives 3:1 in each image) and `bbox_regression` (smooth L1), fp32
         scalars, both divided by the number of positive anchors of the batch (at least 1), as in torchvision. So the
         losses of two half batches average to that of the whole batch only if both have equally many positives."""
@@ -324,7 +315,9 @@ class SSD(Detector):
             class_loss = hard_negative_cross_entropy(at_least_fp32(outputs.logits), target)
             return {"classification": class_loss / num_positive, "bbox_regression": offset_loss / num_positive}
 
-    def candidates(self, outputs: SSDOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
+    def candidates(
+        self, outputs: AnchorOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+    ) -> Candidates:
         """The `pre_nms_top_n_per_class` best of each class."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
             scores = at_least_fp32(outputs.logits).softmax(-1)[..., 1:].transpose(1, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.config.architectures import Architecture, read_architectures
 from stoker.config.settings import SECTION_OF, Config, ModelSettings, setting_rows
 from stoker.models.detector import Detector
-from stoker.models.detr_weights import convert_dfine, convert_rf_detr
+from stoker.models.detr_weights import convert_dfine, convert_rf_detr, convert_torchvision
 from stoker.models.dfine import DFine
 from stoker.models.ember import Ember, ember_options
 from stoker.models.faster_rcnn import FasterRCNN
@@ -38,9 +38,9 @@ class Family(NamedTuple):
 
 FAMILIES: dict[str, Family] = {
     "ember": Family(Ember, ember_options),
-    "retinanet": Family(RetinaNet),
-    "fcos": Family(FCOS),
-    "faster_rcnn": Family(FasterRCNN),
+    "retinanet": Family(RetinaNet, convert=convert_torchvision),
+    "fcos": Family(FCOS, convert=convert_torchvision),
+    "faster_rcnn": Family(FasterRCNN, convert=convert_torchvision),
     "ssdlite": Family(SSDLite, lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)}),
     "ssd300": Family(SSD300),
     "dfine": Family(DFine, convert=convert_dfine),

@@ -7,6 +7,7 @@ dozens of kernels. `matching.py` assigns boxes to anchors; `losses.py` has the l
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,20 @@ def clip(boxes: Tensor, size: Tensor) -> Tensor:
 
 GridSize = tuple[int, int]
 """Height and width of a feature map."""
+
+
+class AnchorOutputs(NamedTuple):
+    """Predictions for B images at A anchors, in the dtype the network computed in."""
+
+    logits: Any
+    """[B, A, C], one logit per class, that of a background first if there is one; of a proposal network C is 1. In
+    training with `RetinaNet.fused_loss`: a tuple of those of each level."""
+    deltas: Tensor
+    """[B, A, 4], boxes encoded relative to their anchors; in an SSD times BOX_CODER_WEIGHTS."""
+    anchors: Tensor
+    """float32 [A, 4], xyxy in pixels of the model input."""
+    num_anchors_per_level: tuple[int, ...]
+    """How many of the A anchors each map has, finest first."""
 
 
 class AnchorGenerator(nn.Module):

@@ -173,25 +173,7 @@ def _without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in cleaned.items() if not name.endswith("num_batches_tracked")}
 
 
-# Names of torchvision before 0.13.
-_OLD_FPN = re.compile(r"^(backbone\.fpn\.(?:inner|layer)_blocks\.\d+)\.(weight|bias)$")
-_OLD_RPN = re.compile(r"^(rpn\.head\.conv)\.(weight|bias)$")
-_OLD_HEAD = re.compile(r"^(head\.\w+\.conv)\.(\d+)\.(weight|bias)$")
 _CLASSIFIER = re.compile(r"^(fc|classifier(\.\d+)*)\.(weight|bias)$")
-
-
-def _update_old_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    old_head_keys = {name: old for name in tensors if (old := _OLD_HEAD.match(name))}
-    # An old head was convolution, ReLU, convolution, ReLU … Tensors with odd numbers are FCOS's norms; its heads still
-    # have these names.
-    has_norms = any(int(old[2]) % 2 for old in old_head_keys.values())
-    newer = {}
-    for name, tensor in tensors.items():
-        if (old := old_head_keys.get(name)) and not has_norms:
-            newer[f"{old[1]}.{int(old[2]) // 2}.0.{old[3]}"] = tensor
-        else:
-            newer[_OLD_RPN.sub(r"\1.0.0.\2", _OLD_FPN.sub(r"\1.0.\2", name))] = tensor
-    return newer
 
 
 def _match_weights(tensors: Mapping[str, Tensor], model: Detector, family: str) -> WeightsMatch:
@@ -211,7 +193,7 @@ def _match_weights(tensors: Mapping[str, Tensor], model: Detector, family: str) 
     own_names = own_shapes.keys() - head_by_tensor.keys()
     matches = [
         WeightsMatch(matched_fraction(variant, own_names), dict(variant), True)
-        for variant in (tensors, _update_old_names(tensors) if convert is None else convert(tensors, model))
+        for variant in (tensors, *([] if convert is None else [convert(tensors, model)]))
     ]
     matches.append(WeightsMatch(matched_fraction(backbone_tensors, backbone_names), backbone_tensors, False))
     return max(matches, key=lambda candidate: candidate.match_fraction)
