@@ -124,12 +124,8 @@ class ExportedModel(nn.Module):
         if cause is not None:
             what = f"The outputs of the {self.title} file do not fit its metadata."
             raise WeightsError(what, location=self._path, cause=cause)
-        columns = [
-            boxes.astype(np.float32),
-            scores.astype(np.float32),
-            np.where(valid, labels, 0).astype(np.int64),
-            valid,
-        ]
+        labels = np.where(valid, labels, 0).astype(np.int64)
+        columns = boxes.astype(np.float32), scores.astype(np.float32), labels, valid
         return BatchDetections(*map(torch.from_numpy, columns))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -160,8 +156,9 @@ class ExportedModel(nn.Module):
         score_threshold: float,
         iou_threshold: float | None = None,
     ) -> BatchDetections:
-        """Boxes in pixels of the model input. images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]; iou_threshold: default that of the file.
-        Raises ConfigError for another image size, and for an IoU threshold if the file has no NMS.
+        """Boxes in pixels of the model input. images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2];
+        iou_threshold: default that of the file. Raises ConfigError for another image size, and for an IoU threshold if
+        the file has no NMS.
 
         A file with a fixed batch size runs as often as needed; the last batch is filled with the last image.
         """
