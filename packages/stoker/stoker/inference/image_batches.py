@@ -292,15 +292,11 @@ def is_cut(boxes: NDArray[np.float32], region: Region, size: tuple[int, int]) ->
 
     An inner edge is one that is not an edge of the image. Boxes are in pixels of the image.
     """
-    x0, y0, x1, y1 = region
-    near_x, near_y = EDGE_MARGIN * (x1 - x0), EDGE_MARGIN * (y1 - y0)
-    edges = (
-        (boxes[:, 0] <= x0 + near_x, x0 > 0),
-        (boxes[:, 1] <= y0 + near_y, y0 > 0),
-        (boxes[:, 2] >= x1 - near_x, x1 < size[1]),
-        (boxes[:, 3] >= y1 - near_y, y1 < size[0]),
-    )
-    touches: NDArray[np.bool_] = np.any([near_edge & inner for near_edge, inner in edges], axis=0)
+    low, high = np.array(region[:2]), np.array(region[2:])
+    margin = EDGE_MARGIN * (high - low)
+    at_low = (boxes[:, :2] <= (low + margin).astype(np.float32)) & (low > 0)
+    at_high = (boxes[:, 2:] >= (high - margin).astype(np.float32)) & (high < size[::-1])
+    touches: NDArray[np.bool_] = (at_low | at_high).any(axis=1)
     return touches
 
 

@@ -124,9 +124,12 @@ class ExportedModel(nn.Module):
         if cause is not None:
             what = f"The outputs of the {self.title} file do not fit its metadata."
             raise WeightsError(what, location=self._path, cause=cause)
-        labels = np.where(valid, labels, 0).astype(np.int64)
-        columns = boxes.astype(np.float32), scores.astype(np.float32), labels, valid
-        return BatchDetections(*map(torch.from_numpy, columns))
+        return BatchDetections(
+            torch.from_numpy(boxes.astype(np.float32)),
+            torch.from_numpy(scores.astype(np.float32)),
+            torch.from_numpy(np.where(valid, labels, 0).astype(np.int64)),
+            torch.from_numpy(valid),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """images: uint8 [B, 3, H, W], on the CPU. Returned unchanged: `decode` runs the whole graph."""

@@ -28,22 +28,15 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
     logits: floating point [B, A, C]; target: int64 [B, A], the class 0 … C-1 of a positive anchor, `BACKGROUND` or
     `IGNORED`; alpha: weight of positives, 1 - alpha that of negatives; block: maximum number of logits computed at
     once, in whole images, at least one; default: `block_size.block_size`. Differentiable once, in `logits`.
-    """
-    return _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
 
-
-class _FocalLoss(torch.autograd.Function):
-    """Treats every logit as a negative first, then corrects the one logit of each positive anchor: no one-hot targets.
-
+    Treats every logit as a negative first, then corrects the one logit of each positive anchor: no one-hot targets.
     With p = sigmoid(x): a negative costs (1 - alpha) p^gamma · -log(1 - p), whose derivative in x is
     (1 - alpha) p^gamma (p - gamma (1 - p) log(1 - p)). A positive is the same with -x for x and alpha for 1 - alpha.
-    The two share their costly parts: the forward pass computes both and keeps the derivative in place of the logits.
+    The two share their costly parts: one pass computes both.
     """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, alpha: float, gamma: float, block: int) -> Tensor:
-        derivatives = torch.empty_like(logits)
-        sums = []
+    target = target.to(torch.int32)
+    with torch.no_grad():
+        derivatives, sums = torch.empty_like(logits), []
         for image_slice in _image_blocks(logits, block):
             labels, positive = target[image_slice], target[image_slice] >= 0
             channel, ignored = labels.clamp(min=0).to(torch.int64)[..., None], (labels == IGNORED)[..., None]
@@ -60,12 +53,7 @@ class _FocalLoss(torch.autograd.Function):
                 2, channel, torch.where(positive, -alpha * pos_derivative, (1 - alpha) * neg_derivative_at_label)
             )
             _keep(neg_derivative.masked_fill_(ignored, 0.0), derivatives[image_slice])
-        ctx.save_for_backward(derivatives)
-        return torch.cat(sums)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _multiply_derivatives(ctx, grads[0]), None, None, None, None
+    return _WithDerivatives.apply(logits, torch.cat(sums), derivatives)
 
 
 def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
@@ -73,30 +61,35 @@ def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *,
 
     logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each point;
     the target of all other classes is 0. Differentiable once, in `logits`; `block` as in `focal_loss`.
+
+    Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss and q
+    from the derivative.
     """
-    return _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
-
-
-class _SoftBinaryCrossEntropy(torch.autograd.Function):
-    """Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss
-    and q from the derivative. Keeps the derivative, as `_FocalLoss`."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
-        derivatives = torch.empty_like(logits)
-        sums = []
+    with torch.no_grad():
+        derivatives, sums = torch.empty_like(logits), []
         for image_slice in _image_blocks(logits, block):
             x, channel = at_least_fp32(logits[image_slice]), label[image_slice][..., None]
             target = quality[image_slice][..., None].to(x.dtype)
             loss_without_target = _minus_log_one_minus_sigmoid(x).sum((1, 2))
             sums.append(loss_without_target - (target * x.gather(2, channel)).sum((1, 2)))
             _keep(x.sigmoid().scatter_add_(2, channel, -target), derivatives[image_slice])
-        ctx.save_for_backward(derivatives)
-        return sums[0] if len(sums) == 1 else torch.cat(sums)
+    return _WithDerivatives.apply(logits, sums[0] if len(sums) == 1 else torch.cat(sums), derivatives)
+
+
+class _WithDerivatives(torch.autograd.Function):
+    """(logits [B, A, C], a sum [B] over each image's, its derivatives in the logits) → the sum, differentiable."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _multiply_derivatives(ctx, grads[0]), None, None, None
+    def forward(ctx: Any, logits: Tensor, sums: Tensor, derivatives: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(derivatives)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """`out=` rounds once and needs no fp32 copy."""
+        (derivatives,) = ctx.saved_tensors
+        grad = grads[0] / FP16_DERIVATIVE_SCALE if derivatives.dtype == torch.float16 else grads[0]
+        return torch.mul(derivatives, grad[:, None, None], out=torch.empty_like(derivatives)), None, None
 
 
 def _keep(values: Tensor, derivatives: Tensor) -> None:
@@ -104,15 +97,8 @@ def _keep(values: Tensor, derivatives: Tensor) -> None:
     derivatives.copy_(values.mul_(FP16_DERIVATIVE_SCALE) if derivatives.dtype == torch.float16 else values)
 
 
-def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
-    """Gradient of the logits [B, A, C] from that of each image's sum [B]. `out=` rounds once and needs no fp32 copy."""
-    (derivatives,) = ctx.saved_tensors
-    grad = grad / FP16_DERIVATIVE_SCALE if derivatives.dtype == torch.float16 else grad
-    return torch.mul(derivatives, grad[:, None, None], out=torch.empty_like(derivatives))
-
-
-def _image_blocks(logits: Tensor, block: int) -> Iterator[slice]:
-    images_per_block = max(1, block // (logits.shape[1] * logits.shape[2]))
+def _image_blocks(logits: Tensor, block: int | None) -> Iterator[slice]:
+    images_per_block = max(1, (block or block_size(logits)) // (logits.shape[1] * logits.shape[2]))
     return (slice(start, start + images_per_block) for start in range(0, logits.shape[0], images_per_block))
 
 
