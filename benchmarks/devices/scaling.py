@@ -377,7 +377,7 @@ def efficiency_curves() -> list[dict[str, Any]]:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """The curves, one panel for each link, as SVG."""
     width, height, left, top = 250, 180, 46, 30
-    colors = dict(zip(CURVE_METHODS, ("#444", "#1f77b4", "#2ca02c", "#d62728"), strict=True))
+    colors = dict(zip(CURVE_METHODS, ("#444", "#1f77b4", "#d62728"), strict=True))
     parts = []
     for panel, link in enumerate(CURVES):
         x0 = left + panel * (width + 34)
