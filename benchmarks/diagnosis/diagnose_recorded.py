@@ -7,7 +7,8 @@ Each recording is a job of `diagnose_programs.py`, run once on quiet cores: what
 of its run that `stoker why` reads. They are in `recordings/SERIES/`, compressed; `recordings/scores.toml` has the
 scores that no change may lower (`tests/test_benchmark_recorded.py`). `--record` makes them of the jobs that
 `diagnose_programs --keep` has left in FOLDER; a job that has a recording gets another one. Paths of the machine, its
-name and the user's are replaced, and the times of files are kept, as they tell when a job wrote last.
+name and the user's are replaced, and the times of files are kept, as they tell when a job wrote last. The stacks
+themselves (`watch_raw.py`) and the job's own source files in them are kept as well, for other readings of stacks.
 """
 
 import argparse
@@ -30,9 +31,11 @@ import msgspec
 from benchmarks.diagnosis import diagnose_programs as programs
 from benchmarks.diagnosis import diagnose_wild as wild
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE
+from benchmarks.diagnosis.watch_raw import RAW_STACKS
 from benchmarks.diagnosis.wild.job import HEALTHY
 from benchmarks.report import Report, commit, options, publish
 from stoker_watch.errors import StokerError
+from stoker_watch.recording.frames import is_job_file
 from stoker_watch.report.explain import explain_run
 from stoker_watch.runs.records import locked
 
@@ -72,6 +75,8 @@ class Recording(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The commit; None: not known."""
     files: dict[str, RecordedFile]
     """By their paths in the run's folder."""
+    sources: dict[str, str] = {}
+    """The job's own source files in its raw stacks: path → text."""
 
     @property
     def name(self) -> str:
@@ -221,7 +226,11 @@ def record(folder: Path, outcome: wild.Outcome, source: programs.Source) -> None
             str(path.relative_to(folder / "run")): RecordedFile(
                 hide(path.read_bytes().decode(errors="surrogateescape"), hidden), path.stat().st_mtime
             )
-            for path in files_read(folder / "run")
+            for path in (*files_read(folder / "run"), *(folder / "run").glob(RAW_STACKS))
+        },
+        sources={
+            hide(path, hidden): hide(Path(path).read_text(encoding="utf-8", errors="replace"), hidden)
+            for path in own_files(folder / "run" / RAW_STACKS)
         },
     )  # fmt: skip
     data = lzma.compress(json.dumps(msgspec.to_builtins(recording)).encode(), preset=9 | lzma.PRESET_EXTREME)
@@ -239,6 +248,13 @@ def hide(text: str, names: dict[str, str]) -> str:
     for name in sorted(names, key=len, reverse=True):
         text = text.replace(name, names[name])
     return text
+
+
+def own_files(raw_stacks: Path) -> list[str]:
+    """The files of the job's own code in the stacks; none where these were not kept."""
+    lines = raw_stacks.read_text(encoding="utf-8").splitlines() if raw_stacks.exists() else []
+    files = {file for line in lines for _, file, _, _ in json.loads(line)["frames"]}
+    return sorted(file for file in files if is_job_file(file) and Path(file).is_file())
 
 
 def files_read(run: Path) -> list[Path]:

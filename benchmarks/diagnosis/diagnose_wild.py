@@ -231,7 +231,9 @@ class Bench:
     def _run(self, job: Job, folder: Path) -> dict[str, Any]:
         run = folder / "run"
         with job.around(folder) as around:
-            command = [sys.executable, "-m", "stoker", "watch", "--run-dir", str(run), "--", interpreter(job.python)]
+            # what is kept may be recorded
+            watch = ("benchmarks.diagnosis.watch_raw" if self.keep else "stoker", "watch", "--run-dir", str(run))
+            command = [sys.executable, "-m", *watch, "--", interpreter(job.python)]
             command += self._words(job, folder, around.variables.get("FILE_SERVER", ""))
             variables = {
                 **os.environ,
