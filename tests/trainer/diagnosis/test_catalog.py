@@ -19,8 +19,8 @@ from stoker_watch.diagnosis.causes.cause import Cause
 from stoker_watch.diagnosis.endings import Ending, endings
 from stoker_watch.diagnosis.engine import CATALOG
 from stoker_watch.diagnosis.reference import all_entries, explain_id
-from stoker_watch.report import sizing
 from tests.watch.diagnosis.test_catalog import NATIVE_ONLY
+from tests.watch.report.test_sizing import APPLIES
 
 PACKAGES = [Path(package.__file__).parent for package in (stoker_watch, stoker)]
 CAUSES_FOLDER = Path(causes.__file__).parent
@@ -45,7 +45,7 @@ def test_the_page_has_all_of_them() -> None:
 def test_every_id_of_every_command_is_explained() -> None:
     """Ids that are written in calls which make findings."""
     known = {entry.id for entry in all_entries()}
-    ids = {rule.__name__ for rule in sizing.RULES}
+    ids = set(APPLIES)
     ids |= {name.partition("/")[0] for name in check_rows()}
     for file in (file for package in PACKAGES for file in package.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -161,10 +161,7 @@ def test_windows_of_an_image_that_is_not_square_are_windows() -> None:
     with torch.no_grad():
         changed = images.clone()
         changed[..., 80:] = 255 - changed[..., 80:]
-        first, second = (
-            model.backbone.run([model.normalize(x)], 0, 2)[0]
-            for x in (images, changed)  # type: ignore[operator]
-        )
+        first, second = (model.backbone(model.normalize(x))[0] for x in (images, changed))
     assert torch.equal(first[..., :5], second[..., :5])
     assert not torch.isclose(first[..., 5:], second[..., 5:]).all()
 

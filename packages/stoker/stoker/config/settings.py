@@ -301,7 +301,7 @@ def read_user_toml(path: Path, what: str, **advice: str) -> tuple[str, dict[str,
 
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
-    text, tables = read_user_toml(path, "The configuration")
+    text, tables = read_user_toml(path, "The configuration file")
     for name, value in tables.items():
         if name not in (*SECTIONS, "reasons") or not isinstance(value, dict):
             raise _misplaced(path, text, "", name, value)
