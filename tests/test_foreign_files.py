@@ -23,7 +23,7 @@ CHECKED = "regular_files has opened it before"
 REASONS = {
     "cli/app.py": KERNEL,
     "data/formats/coco.py read_entries": DESCRIPTOR,
-    "data/formats/tfrecord.py read_shard": DESCRIPTOR,
+    "data/formats/tfrecord.py _read_shard": DESCRIPTOR,
     "data/formats/tfrecord_bytes.py unpack": DESCRIPTOR,
     "data/images/decode.py": DESCRIPTOR,
     "data/images/pixel_cache.py open_cache_file": OWN_CACHE,

@@ -411,13 +411,11 @@ def test_two_files_for_one_split(tmp_path: Path) -> None:
     content["categories"][0]["file_name"] = 1
     write(tmp_path / "annotations/instances_train2014.json", content)
     file = write(tmp_path / "annotations/instances_train2017.json", GOOD)
-    with pytest.raises(DataError, match="2 files could be the annotations of the train split") as raised:
-        open_index(tmp_path)
-    assert raised.value.choices == ("instances_train2014.json", "instances_train2017.json")
-    file.write_text(file.read_text()[:-20])
-    with pytest.raises(DataError, match="not valid JSON") as raised:
-        open_index(tmp_path)
-    assert raised.value.location == f"{file}:1"
+    for text in (file.read_text(), file.read_text()[:-20]):
+        file.write_text(text)
+        with pytest.raises(DataError, match="2 files could be the annotations of the train split") as raised:
+            open_index(tmp_path)
+        assert raised.value.choices == ("instances_train2014.json", "instances_train2017.json")
 
 
 def test_files_of_splits_are_preferred_to_a_file_of_all(tmp_path: Path) -> None:

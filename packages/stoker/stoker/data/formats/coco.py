@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import is_usable_name, resolve_names
+from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.tables import (
     AnnotatedImage,
     AnnotationTable,
@@ -37,6 +38,7 @@ from stoker.data.formats.tables import (
     exact_extent,
     shortest_decimal,
 )
+from stoker.data.formats.via import is_via
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
@@ -110,7 +112,8 @@ MAX_FILES = 256
 
 
 def recognize(path: Path) -> DatasetLayout | None:
-    """Returns the COCO data set of a file, or of a folder (not of its subfolders); None if there is none."""
+    """Returns the COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises
+    DataError if a split has two files."""
     if path.is_file():
         if _has_another_format(path, folders.read_head(path)):
             return None
@@ -132,13 +135,13 @@ def recognize(path: Path) -> DatasetLayout | None:
                 continue
         if files := [file for file in candidates if _looks_like_coco(file)]:
             description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
-            chosen, notes = _choose_per_split(files)
+            chosen, notes = _choose_per_split(directory, files)
             return _make_layout(description, path, [_make_part(split, file, path) for split, file in chosen], notes)
     return None
 
 
 def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    return DatasetLayout("coco", description, root, tuple(parts), tuple(notes))
+    return DatasetLayout(format="coco", description=description, root=root, parts=tuple(parts), notes=tuple(notes))
 
 
 def _looks_like_coco(path: Path) -> bool:
@@ -149,7 +152,7 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Returns whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
-    is_other = head.startswith(b"[") or any(folders.has_format(name, head) for name in ("labelme", "via"))
+    is_other = head.startswith(b"[") or is_labelme(head) or is_via(head)
     return is_other or folders.recognize_file(path, head) is not None
 
 
@@ -161,8 +164,9 @@ def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
     return SplitFiles(split=split, annotations=path, image_dirs=image_dirs)
 
 
-def _choose_per_split(files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
-    """The files of each split, preferring those for boxes to those for other tasks; and notes."""
+def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
+    """The files of each split, preferring those for boxes to those for other tasks; and notes. Several files of a split
+    are read together. Raises DataError if they are about the same images: which boxes are meant is then unknown."""
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
@@ -170,6 +174,8 @@ def _choose_per_split(files: list[Path]) -> tuple[list[tuple[str | None, Path]],
     notes: list[str] = []
     for split, own in folders.files_by_split(box_files or files):
         if len(own) > 1:
+            if not _have_different_images(own):
+                raise folders.several_files_error(folder, own, split, fix="name the files: --train FILE --val FILE")
             notes.append(f"read together, as their images differ: {', '.join(path.name for path in own)}")
         chosen += [(split, path) for path in own]
     used = {path for _, path in chosen}
@@ -177,15 +183,30 @@ def _choose_per_split(files: list[Path]) -> tuple[list[tuple[str | None, Path]],
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
-def _refuse_same_images(parts: list["_Part"]) -> None:
-    """Raises DataError if two files of a split are about the same images: which boxes are meant is then unknown."""
-    names: dict[str | None, set[str]] = {}
-    for part in parts:
-        split, seen = part.source.split, names.setdefault(part.source.split, set())
-        if not seen.isdisjoint(part.file_names):
-            own = [other.source.annotations for other in parts if other.source.split == split]
-            raise folders.several_files_error(own[0].parent, own, split, fix="name the files: --train FILE --val FILE")
-        seen.update(part.file_names)
+class _ImageName(msgspec.Struct, gc=False):
+    file_name: str
+
+
+class _ImageNames(msgspec.Struct):
+    """The names in a COCO file; a wrong value elsewhere is reported when the file is read."""
+
+    images: list[_ImageName]
+
+
+def _have_different_images(files: Iterable[Path]) -> bool:
+    """Returns whether no image is in two of the files. False if one of them cannot be read."""
+    seen: set[str] = set()
+    for path in files:
+        try:
+            data = regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES)
+            entries = msgspec.json.decode(data.removeprefix(b"\xef\xbb\xbf"), type=_ImageNames).images
+        except _UNREADABLE:
+            return False
+        names = {entry.file_name for entry in entries}
+        if names & seen:
+            return False
+        seen |= names
+    return True
 
 
 def _find_base(existing: list[Path], others: list[Path], names: list[str], base_names: list[str]) -> tuple[Path, bool]:
@@ -426,7 +447,6 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         allow_empty = source.split == "test" and len(layout.parts) > 1
         if (part := _read_file(source, location, problems, allow_empty=allow_empty)) is not None:
             parts.append(part)
-    _refuse_same_images(parts)
     kept, labels, class_notes = _merge_categories(parts)
     notes += class_notes
     file_names: list[str] = []

@@ -5,14 +5,30 @@ of Create ML, whose other choices (another anchor or origin) no file tells. They
 Format: https://developer.apple.com/documentation/createml/building-an-object-detector-data-source.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stoker.data.formats.folders import recognize_files
 from stoker.data.formats.images import TableBuilder, read_json
 from stoker.data.formats.objects import Entry, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
+
+_HEAD = re.compile(
+    rb'\[(?=.*"coordinates")|\[\s*\{\s*"(image|image[fF]ilename)"\s*:[^{]*"annotations?"\s*:\s*\[', re.DOTALL
+)
+
+
+def is_createml(head: bytes) -> bool:
+    """Returns whether a file begins like CreateML's; its first images may have no annotations."""
+    return _HEAD.match(head) is not None
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The CreateML data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
+    return recognize_files(path, "createml", "CreateML JSON", ".json", is_createml)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

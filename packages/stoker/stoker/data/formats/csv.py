@@ -10,6 +10,7 @@ A table whose images are not in the folders near it is found, but not certain: a
 import codecs
 import csv
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from stoker.data.formats import folders
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name, search_below
+from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import UNASSIGNED, XYXY, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
@@ -40,18 +41,20 @@ def recognize(path: Path) -> DatasetLayout | None:
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
             raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
         return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
-    parts = folders.find_files(path, TABLE_DIRS, _list_tables)
-    if any(part.split for part in parts):
-        parts, ignored = [part for part in parts if part.split], [part for part in parts if not part.split]
-    else:
-        ignored = []
-    for split in {part.split: None for part in parts}:
-        own = [part.annotations for part in parts if part.split == split]
-        if len(own) > 1:
-            fix = "name one of the files instead of the folder"
-            raise folders.several_files_error(own[0].parent, own, split, fix=fix)
-    notes = [f"not read: {', '.join(part.annotations.name for part in ignored)}"] if ignored else []
-    return _make_layout(path, parts, notes) if parts else None
+    for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
+        if tables := _list_tables(directory):
+            parts = [_only_part(directory, files, split) for split, files in folders.files_by_split(tables)]
+            ignored = [table.name for table in tables if table not in [part.annotations for part in parts]]
+            return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
+    tables_of = [(split, own, _list_tables(own)) for split, own in folders.iter_split_dirs(path)]
+    parts = [_only_part(own, tables, split) for split, own, tables in tables_of if tables]
+    return _make_layout(path, parts, []) if parts else None
+
+
+def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFiles:
+    if len(tables) > 1:
+        raise folders.several_files_error(folder, tables, split, fix="name one of the files instead of the folder")
+    return folders.file_part(tables[0], split)
 
 
 def _list_tables(folder: Path) -> list[Path]:
@@ -63,16 +66,24 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
     located, is_certain = [], False
     for part in parts:
         image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
-        near, names = replace(part, image_dirs=image_dirs), _read_first_names(part.annotations)
-        widened, _ = search_below(near, root, names)
-        is_certain |= bool(names) and widened is near
-        located.append(widened)
+        names = _read_first_names(part.annotations)
+        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
+            is_certain = True
+        else:
+            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
+        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
         notes += folders.check_unannotated_splits(root, parts)
-    tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
-    own = folders.sort_parts(located)
-    return DatasetLayout("csv", f"CSV ({tables})", root, own, tuple(notes), is_certain=is_certain)
+    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
+    return DatasetLayout(
+        format="csv",
+        description=f"CSV ({names_of_tables})",
+        root=root,
+        parts=tuple(located),
+        notes=tuple(notes),
+        is_certain=is_certain,
+    )
 
 
 def _read_first_names(table: Path) -> list[str]:
@@ -81,7 +92,18 @@ def _read_first_names(table: Path) -> list[str]:
         return []
     rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
     values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return list(islice(filter(is_usable_name, values), folders.MAX_PROBES))
+    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
+
+
+def _has_images(folder: Path, names: list[str]) -> bool:
+    """Returns whether a folder has one of the named images, with or without the folders in the name or its suffix."""
+    if not folder.is_dir():
+        return False
+    base_names = [name.rpartition("/")[2] for name in names]
+    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
+        return True
+    without_suffix = {name for name in base_names if "." not in name and name}
+    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
 
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -283,10 +305,12 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables of a data set. Raises DataError for one whose columns are unclear."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
     locators: dict[tuple[Path, ...], ImageLocator] = {}
-    known: dict[tuple[int, Path, str], ImageFile] = {}
+    index_by_image: dict[tuple[int, Path, str], int] = {}
     for part in layout.parts:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
-        builder.add_boxes(part.annotations, _read_table(part, locator, known, builder))
+        first_box = len(builder.boxes)
+        _read_table(part, locator, index_by_image, builder)
+        builder.detect_units(part.annotations, first_box)
     if not builder.images:
         fix = "export the annotations again"
         raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
@@ -296,10 +320,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 
 
 def _read_table(
-    part: SplitFiles, locator: ImageLocator, known: dict[tuple[int, Path, str], ImageFile], builder: TableBuilder
-) -> list[tuple[ImageFile, Box]]:
-    """Adds the images of a table; returns its boxes in its own units."""
-    table, boxes = part.annotations, list[tuple[ImageFile, Box]]()
+    part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
+) -> None:
+    """Adds the images of a table, and its boxes in its own units."""
+    table, problems = part.annotations, builder.problems
     layout = detect_csv_layout(table)
     if layout is None:
         raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
@@ -314,23 +338,23 @@ def _read_table(
         file_name = _cell(values, layout.file_column)
         if len(values) < num_columns or not is_usable_name(file_name):
             reason = "too few columns" if is_usable_name(file_name) else "no image"
-            builder.problems.add("malformed-row", f"{location}, {reason}")
+            problems.add("malformed-row", f"{location}, {reason}")
             continue
         folder, name = locator.locate(file_name)
         named_split = folders.split_from_name(_cell(values, layout.split_column)) or part.split
         is_assigned = named_split is not None or layout.split_column is None
         split = locator.split_index(named_split, folder) if is_assigned else UNASSIGNED
-        if (image := known.get((split, folder, name))) is None:
+        if (image_index := index_by_image.get((split, folder, name))) is None:
             height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
-            image = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
-            known[split, folder, name] = image
+            image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
+            index_by_image[split, folder, name] = image_index
         found = _read_box(values, layout)
         if isinstance(found, str):
             reason = ", the box is not four numbers" if found == "malformed-row" else ""
-            builder.drop_box(found, location + reason, image)
+            problems.add(found, location + reason)
+            builder.bad_boxes.append(image_index)
         elif found is not None:
-            boxes.append((image, Box(*found, line)))
-    return boxes
+            builder.boxes.append(Box(image_index, *found, line))
 
 
 def _read_box(values: list[str], layout: CsvLayout) -> tuple[str, XYXY] | str | None:

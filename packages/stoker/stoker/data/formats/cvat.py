@@ -6,21 +6,14 @@ Format: https://docs.cvat.ai/docs/manual/advanced/xml_format/.
 """
 
 import os
-from collections.abc import Iterable
+import re
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from stoker.data.formats.folders import (
-    has_format,
-    layout_of_files,
-    list_subdirs,
-    read_head,
-    recognize_known,
-    split_from_name,
-)
-from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_parts
+from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name
 from stoker.data.formats.tables import (
     XYXY,
     AnnotationTable,
@@ -38,28 +31,40 @@ SHAPES = ("box", "polygon", "mask", "ellipse")
 """Elements with a bounding box. The others of an image are counted, except tags, which are about the whole image."""
 
 
+def is_cvat(head: bytes) -> bool:
+    """Returns whether a file begins like CVAT's: its root is <annotations>, that of Pascal VOC is <annotation>."""
+    return re.search(rb"<annotations[\s>]", head[:4096]) is not None
+
+
 def recognize(path: Path) -> DatasetLayout | None:
     """The CVAT data set of a file, or of a folder, also in several subfolders with a task each; None if it is none."""
-    layout = recognize_known("cvat", path)
+    layout = recognize_files(path, "cvat", "CVAT XML", ".xml", is_cvat)
     if layout is not None or path.is_file():
         return layout
     tasks = [(None, folder / "annotations.xml") for folder in list_subdirs(path).values()]
-    tasks = [(split, file) for split, file in tasks if has_format("cvat", read_head(file))]
+    tasks = [(split, file) for split, file in tasks if is_cvat(read_head(file))]
     return layout_of_files("cvat", "CVAT XML", path, tasks) if len(tasks) > 1 else None
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no image has annotations, or if a video's frames are not there."""
-    return read_parts(layout, problems, lambda *arguments: _CvatReader(*arguments).read(), box_id_kind="shape")
+    builder = TableBuilder(layout, problems, box_id_kind="shape")
+    for part in layout.parts:
+        reader = _CvatReader(part, builder)
+        reader.read()
+        builder.notes += reader.locator.notes()
+    builder.drop_ambiguous_images()
+    return builder.build()
 
 
 class _CvatReader:
-    def __init__(self, part: SplitFiles, locator: ImageLocator, builder: TableBuilder) -> None:
-        self._part, self.locator, self._builder = part, locator, builder
+    def __init__(self, part: SplitFiles, builder: TableBuilder) -> None:
+        self.locator = ImageLocator(builder.layout.root, part)
+        self._part, self._builder = part, builder
         self._location = os.path.relpath(part.annotations, builder.layout.root)
 
     def read(self) -> None:
-        frames: dict[int, list[Element]] = {}
+        frames: dict[int, list[tuple[str, XYXY]]] = {}
         task_ids: set[str | None] = set()
         size = (0, 0)
         try:
@@ -73,6 +78,7 @@ class _CvatReader:
                     elif element.tag == "track":
                         self._read_track(element, frames)
                         task_ids.add(element.get("task_id"))
+                        element.clear()
         except (ElementTree.ParseError, ValueError, LookupError) as error:  # the last two: unknown encodings
             line = error.position[0] if isinstance(error, ElementTree.ParseError) else 1
             location, fix = f"{self._part.annotations}:{line}", "export it again, as UTF-8"
@@ -87,41 +93,57 @@ class _CvatReader:
         if not is_usable_name(name):
             self._builder.problems.add("malformed-image", f"{location}: not a file name")
             return
-        split, names = self._part.split or split_from_name(subset), [subset and f"{subset}/{name}", name]
+        folder, file_name = self.locator.find(subset and f"{subset}/{name}", name) or self.locator.locate(name)
+        split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
-        self._builder.add_located(self.locator, names, location, split=split, size=size)
-        self._add_shapes(image, location)
-        if not len(image):
-            self._builder.counts["image without shapes, used as background"] += 1
-
-    def _read_track(self, track: Element, frames: dict[int, list[Element]]) -> None:
-        for shape in track:
-            frame = shape.get("frame", "")
-            if shape.get("outside") != "1" and frame.isdecimal() and len(frame) < 10:
-                shape.set("label", track.get("label", ""))
-                frames.setdefault(int(frame), []).append(shape)
-
-    def _add_shapes(self, shapes: Iterable[Element], location: str) -> None:
-        for number, shape in enumerate(shapes, 1):
+        self._builder.add_image(ImageFile(folder, file_name, split_index, size), location)
+        for number, shape in enumerate(image, 1):
             label = shape.get("label", "").strip()
             if shape.tag in SHAPES:
                 place = f"{location}, shape {number}"
                 self._builder.add_shape([label] if label else [], partial(_bound, shape), number, place)
             elif shape.tag not in ("tag", "track"):
                 self._builder.skip_shape(str(shape.tag))
+        if not len(image):
+            self._builder.counts["image without shapes, used as background"] += 1
 
-    def _add_frames(self, frames: dict[int, list[Element]], size: tuple[int, int]) -> None:
+    def _read_track(self, track: Element, frames: dict[int, list[tuple[str, XYXY]]]) -> None:
+        location = f"{self._location}, track {track.get('id')}"
+        for number, shape in enumerate(track, 1):
+            frame = shape.get("frame", "")
+            if shape.get("outside") != "1" and frame.isdecimal() and len(frame) < 10:
+                box = self._read_track_box(shape, f"{location}, shape {number}", track.get("label", "").strip())
+                frames.setdefault(int(frame), []).extend([] if box is None else [box])
+
+    def _read_track_box(self, shape: Element, location: str, label: str) -> tuple[str, XYXY] | None:
+        """Returns class and box of a shape; None, and a problem or a count, if there is none."""
+        kind, builder = str(shape.tag), self._builder
+        if kind not in SHAPES:
+            builder.counts[f"{kind}, which has no box and is not read"] += kind not in ("tag", "track")
+            return None
+        try:
+            xyxy, described = _bound(shape)
+        except ValueError as error:
+            builder.problems.add("malformed-box", f"{location}: {error}")
+            return None
+        if not label:
+            builder.problems.add("no-class", location)
+            return None
+        builder.counts[f"{described}: the box around it is used"] += bool(described)
+        return label, xyxy
+
+    def _add_frames(self, frames: dict[int, list[tuple[str, XYXY]]], size: tuple[int, int]) -> None:
         """Adds the images of a video's frames. Raises DataError if none is there."""
         num_found = 0
-        for frame, shapes in sorted(frames.items()):
+        for frame, boxes in sorted(frames.items()):
             folder, name = self.locator.locate(f"frame_{frame:06d}")  # its suffix is that of the file
             is_found = self.locator.exists(folder, name)
             num_found += is_found
             split_index = self.locator.split_index(None, folder)
             image = ImageFile(folder, name if is_found else f"{name}.png", split_index, size)
-            location = f"{self._location}, frame {frame}"
-            self._builder.add_image(image, location)
-            self._add_shapes(shapes, location)
+            self._builder.add_image(image, f"{self._location}, frame {frame}")
+            for number, box in enumerate(boxes, 1):
+                self._builder.add_box(*box, number)
         if frames and not num_found:
             raise make_error(DataError, "cvat-without-frames", self._part.annotations, frame=min(frames))
 

@@ -9,7 +9,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
@@ -63,13 +62,13 @@ FORMATS = {
     "yolo": DataFormat(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
     "tfrecord": DataFormat(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
     "openimages": DataFormat(openimages.recognize, openimages.read, (".csv",)),
-    "via": DataFormat(partial(folders.recognize_known, "via"), via.read, (".json", ".csv")),
+    "via": DataFormat(via.recognize, via.read, (".json", ".csv")),
     "csv": DataFormat(csv.recognize, csv.read, (".csv",)),
     "cvat": DataFormat(cvat.recognize, cvat.read, (".xml",)),
-    "labelme": DataFormat(partial(folders.recognize_known, "labelme"), labelme.read),
-    "label-studio": DataFormat(partial(folders.recognize_known, "label-studio"), label_studio.read, (".json",)),
-    "createml": DataFormat(partial(folders.recognize_known, "createml"), createml.read, (".json",)),
-    "jsonl": DataFormat(partial(folders.recognize_known, "jsonl"), jsonl.read, (".jsonl", ".ndjson", ".manifest")),
+    "labelme": DataFormat(labelme.recognize, labelme.read),
+    "label-studio": DataFormat(label_studio.recognize, label_studio.read, (".json",)),
+    "createml": DataFormat(createml.recognize, createml.read, (".json",)),
+    "jsonl": DataFormat(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
     "webdataset": DataFormat(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
     "parquet": DataFormat(parquet.recognize, parquet.read, parquet.SUFFIXES),
 }

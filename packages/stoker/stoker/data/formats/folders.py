@@ -11,7 +11,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
-from functools import partial
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -281,46 +280,36 @@ def layout_of_files(
         image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *list_dirs_below(root)])
         parts.append(SplitFiles(split=split, annotations=path, image_dirs=image_dirs))
     names = files[0][1].name if len(files) == 1 else f"{len(files)} files"
-    return DatasetLayout(format, f"{title} ({names})", root, tuple(parts))
+    return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=tuple(parts))
 
 
-def recognize_known(name: str, path: Path) -> DatasetLayout | None:
-    """Returns the data set of a file with a format of `known` in formats.toml, or of all such files in a folder with
-    the first of its suffixes that any has; else None."""
-    row = format_texts().known[name]
+def recognize_files(
+    path: Path,
+    format: str,
+    title: str,
+    suffix: str | tuple[str, ...],
+    has_format: Callable[[bytes], bool],
+    *,
+    file_per_image: bool = False,
+) -> DatasetLayout | None:
+    """Returns the data set of a file with a format that prescribes no names, or of all such files in a folder; else
+    None. has_format: tells it from the first bytes of a file. file_per_image: a part is then a folder of them."""
     if path.is_file():
-        files = [(split_from_name(path.stem), path)] if has_format(name, read_head(path)) else []
-        return layout_of_files(name, row.title, root_of(path), files)
+        files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
+        return layout_of_files(format, title, root_of(path), files)
 
-    def list_own(suffix: str, folder: Path) -> list[Path]:
+    def list_own(folder: Path) -> list[Path]:
         """Returns nothing if the first few files of the folder are of another format."""
         files = [Path(file) for file in iter_annotation_files(folder, suffix)]
         usual = [file for file in files[MAX_PROBES:] if file.stem == "annotations"]
-        if not any(has_format(name, read_head(file)) for file in [*files[:MAX_PROBES], *usual]):
+        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], *usual]):
             return []
-        return [folder] if row.file_per_image else [file for file in files if has_format(name, read_head(file))]
+        return [folder] if file_per_image else [file for file in files if has_format(read_head(file))]
 
-    for list_files_of in (partial(list_own, suffix) for suffix in row.suffixes):
-        if annotated := find_annotated_dirs(path, list_files_of):
-            found = [(split, own) for split, folder in annotated for own in list_files_of(folder)]
-            if not row.file_per_image:
-                found = [(split or split_from_name(file.stem), file) for split, file in found]
-            return layout_of_files(name, row.title, path, found)
-    return None
-
-
-def has_format(name: str, head: bytes) -> bool:
-    """Returns whether a file begins like those of a format of `known` in formats.toml."""
-    return re.search(format_texts().known[name].first_bytes.encode(), head, re.DOTALL) is not None
-
-
-class KnownFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of `known` in `formats.toml`, which says what the fields mean."""
-
-    title: str
-    suffixes: tuple[str, ...]
-    first_bytes: str
-    file_per_image: bool = False
+    found = [(split, own) for split, folder in find_annotated_dirs(path, list_own) for own in list_own(folder)]
+    if not file_per_image:
+        found = [(split or split_from_name(file.stem), file) for split, file in found]
+    return layout_of_files(format, title, path, found)
 
 
 class UnreadFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -336,7 +325,6 @@ class FormatTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `formats.toml`."""
 
     expected: dict[str, str]
-    known: dict[str, KnownFormat]
     format: tuple[UnreadFormat, ...]
     """In the order in which they are tried on a file."""
 

@@ -8,15 +8,12 @@ makes an `AnnotationTable` of images and boxes, for all formats except COCO and 
 for speed. Not here: COCO's search for its images, Pascal VOC's, which goes by the stem.
 """
 
-import math
 import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -25,7 +22,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats import folders
 from stoker.data.formats.folders import SPLIT_BY_NAME, is_image_name
 from stoker.data.formats.tables import (
     SPLITS,
@@ -193,9 +189,6 @@ def is_usable_name(path: str) -> bool:
     return bool(parts[-1]) and "\0" not in path and max(map(len, parts)) <= MAX_NAME_BYTES
 
 
-OTHER_NAME = "images have other names than in the annotations, in case or without a suffix"
-
-
 class ImageLocator:
     """Finds the images that annotations name. Lists each folder once."""
 
@@ -203,38 +196,28 @@ class ImageLocator:
         self._root = root
         own_dir = part.annotations if part.annotations.is_dir() else part.annotations.parent
         self._base_dirs = tuple(dict.fromkeys((own_dir, root, *part.image_dirs)))
-        self._listings: dict[Path, dict[str, str]] = {}
+        self._listings: dict[Path, set[str]] = {}
         self._located: dict[tuple[str, Path | None], tuple[Path, str]] = {}
         self._counts: Counter[str] = Counter()
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
-        self._dir_by_key: dict[str, Path] = {}
+        self._name_by_key: dict[str, str] = {}
+        """Name without its suffix, case-folded name with and without it → name."""
         self._duplicates: set[str] = set()
         for folder in part.image_dirs:
-            listing = self._list_dir(folder)
-            for name in sorted(set(listing.values())):
+            for name in sorted(self._list_dir(folder)):
                 if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
                     self._duplicates.add(name)
-            for key in listing:
-                self._dir_by_key.setdefault(key, folder)
+        names = [name for name in self._dir_by_name if is_image_name(name)]
+        stems = [os.path.splitext(name)[0] for name in names]
+        for keys in (stems, map(str.casefold, names), map(str.casefold, stems)):
+            for key, name in zip(keys, names, strict=True):
+                self._name_by_key.setdefault(key, name)
 
-    def _list_dir(self, folder: Path) -> dict[str, str]:
-        """Returns the names in a folder; of images by their stem, and in lower case, too."""
+    def _list_dir(self, folder: Path) -> set[str]:
         if folder not in self._listings:
-            names = sorted(os.listdir(folder)) if folder.is_dir() else []
-            images = [name for name in names if is_image_name(name)]
-            stems = [os.path.splitext(name)[0] for name in images]
-            keys = (map(str.casefold, stems), map(str.casefold, images), stems, images, names)
-            rows = (zip(own, names if own is names else images, strict=True) for own in keys)
-            self._listings[folder] = {key: name for row in rows for key, name in reversed(list(row))}
+            self._listings[folder] = set(os.listdir(folder)) if folder.is_dir() else set()
         return self._listings[folder]
-
-    def _find_in(self, folder: Path, name: str) -> str | None:
-        """Returns the file in a folder that a name means."""
-        listing = self._list_dir(folder)
-        found = listing.get(name) or listing.get(name.casefold())
-        self._counts[OTHER_NAME] += found not in (None, name)
-        return found
 
     def locate(self, text: str, folder: Path | None = None) -> tuple[Path, str]:
         """Returns folder and name of the image that annotations name; the most likely folder if it is absent. folder:
@@ -257,22 +240,22 @@ class ImageLocator:
         base_dirs = self._base_dirs if own_dir is None else (own_dir, *self._base_dirs)
         for base in base_dirs if is_local else base_dirs[:1] if own_dir is not None else ():
             folder = Path(os.path.normpath(base / head)) if is_local else base
-            if (found := self._find_in(folder, name)) is not None:
-                return folder, found
+            if name in self._list_dir(folder):
+                return folder, name
         is_clear = name in self._dir_by_name and name not in self._duplicates
         parts = [] if is_clear else [part for part in head.split("/") if part not in ("", ".", "..")]
         for start, base in product(range(1, len(parts)), base_dirs):
-            if (found := self._find_in(folder := base.joinpath(*parts[start:]), name)) is not None:
+            if name in self._list_dir(folder := base.joinpath(*parts[start:])):
                 self._counts["image paths are found without their first folders"] += 1
-                return folder, found
-        found_dir = self._dir_by_name.get(name)
-        if found_dir is None:
-            found_dir = self._dir_by_key.get(name) or self._dir_by_key.get(name.casefold())
-            name = name if found_dir is None else self._find_in(found_dir, name) or name
-        if found_dir is not None:
+                return folder, name
+        corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
+        if name not in self._dir_by_name and corrected is not None:
+            self._counts["images have other names than in the annotations, in case or without a suffix"] += 1
+            name = corrected
+        if name in self._dir_by_name:
             self._counts["image names have folders that do not exist: they are ignored"] += bool(head)
             self._counts["image names exist in several folders: the first is used"] += name in self._duplicates
-            return found_dir, name
+            return self._dir_by_name[name], name
         return Path(os.path.normpath(base_dirs[0] / head)) if is_local else own_dir or self._default_dir, name
 
     def split_from_folder(self, folder: Path) -> str | None:
@@ -287,16 +270,6 @@ class ImageLocator:
 
     def notes(self) -> list[str]:
         return [f"{count:,} {description}" for description, count in self._counts.items() if count]
-
-
-def search_below(part: SplitFiles, root: Path, names: Sequence[str]) -> tuple[SplitFiles, list[Path]]:
-    """Returns a part and the folders below the root, added to its own, that have a few of its images; none if one of
-    its own folders has."""
-    if not names or any(map(ImageLocator(root, part).find, names)):
-        return part, []
-    candidates = folders.list_dirs_below(root)
-    found = [path for path in candidates if any(map(ImageLocator(root, replace(part, image_dirs=(path,))).find, names))]
-    return replace(part, image_dirs=folders.unique((*found, *part.image_dirs))), found
 
 
 OUTSIDE = "outside-path"
@@ -363,7 +336,17 @@ MAX_NORMALIZED = 1.05
 Content = TypeVar("Content")
 
 
+class ImageFile(NamedTuple):
+    folder: Path
+    name: str
+    split: int
+    """Index into SPLITS, or UNASSIGNED."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width in pixels; 0: not given."""
+
+
 class Box(NamedTuple):
+    image_index: int
     label: int | str
     """Index of the class, or its name."""
     xyxy: XYXY
@@ -372,28 +355,6 @@ class Box(NamedTuple):
     """Number of the box in its source, for messages: a line, or the number of the object."""
     is_normalized: bool = False
     is_crowd: bool = False
-    is_extent: bool = False
-    """Its source gives x, y, width and height, which may be corners all the same (`corners_note`)."""
-    area: float = math.nan
-
-
-@dataclass(slots=True, eq=False)
-class ImageFile:
-    folder: Path
-    """For an image inside another file, that file."""
-    name: str
-    split: int
-    """Index into SPLITS, or UNASSIGNED."""
-    size: tuple[int, int] = (0, 0)
-    """Height and width in pixels; 0: not given."""
-    location: str = ""
-    """File that lists it, and number in it, for formats that list images themselves."""
-    byte_range: tuple[int, int] = (0, 0)
-    """First byte and number of bytes of an image inside another file."""
-    boxes: list[Box] = field(default_factory=list)
-    num_bad_boxes: int = 0
-    """Boxes that were left out: an image that loses all of its boxes is not background."""
-    has_skipped_shapes: bool = False
 
 
 class TableBuilder:
@@ -406,35 +367,33 @@ class TableBuilder:
         self.counts: Counter[str] = Counter()
         """Description → count: become notes, "3 × point, which has no box and is not read"."""
         self.images: list[ImageFile] = []
+        self.locations: list[str] = []
+        """File of each image, and number in it, for formats that list images themselves."""
+        self.boxes: list[Box] = []
+        """In any order."""
+        self.bad_boxes: list[int] = []
+        """The image of each box that was left out: an image that loses all of its boxes is not background."""
+        self._images_with_skipped: set[int] = set()
 
-    def add_image(self, image: ImageFile, location: str = "") -> ImageFile:
-        image.location = location
+    def add_image(self, image: ImageFile, location: str = "") -> int:
         self.images.append(image)
-        return image
-
-    def add_located(
-        self, locator: "ImageLocator", names: Sequence[str], location: str, *, split: str | None,
-        size: tuple[int, int] = (0, 0), folder: Path | None = None,
-    ) -> ImageFile:  # fmt: skip
-        """Adds the image that is there under the first possible of some names; if none is, under the last one.
-        split: its path tells if it is None. folder: as in `ImageLocator.locate`."""
-        image_dir, name = locator.find(*names, folder=folder) or locator.locate(names[-1], folder)
-        return self.add_image(ImageFile(image_dir, name, locator.split_index(split, image_dir), size), location)
+        self.locations.append(location)
+        return len(self.images) - 1
 
     def add_box(self, label: int | str, xyxy: XYXY, box_id: int, *, is_normalized: bool = False) -> None:
         """Adds a box to the image that was added last."""
-        self.images[-1].boxes.append(Box(label, xyxy, box_id, is_normalized))
+        self.boxes.append(Box(len(self.images) - 1, label, xyxy, box_id, is_normalized))
 
-    def drop_box(self, kind: str, example: str, image: ImageFile | None = None) -> None:
-        """Reports a box of an image, by default the one that was added last, which cannot be used."""
+    def drop_box(self, kind: str, example: str) -> None:
+        """Reports a box of the image that was added last, which cannot be used."""
         self.problems.add(kind, example)
-        (image or self.images[-1]).num_bad_boxes += 1
+        self.bad_boxes.append(len(self.images) - 1)
 
     def skip_shape(self, kind: str) -> None:
         """Counts a shape without a box, such as a point, of the image that was added last. An image that has nothing
         else is not background."""
         self.counts[f"{kind}, which has no box and is not read"] += 1
-        self.images[-1].has_skipped_shapes = True
+        self._images_with_skipped.add(len(self.images) - 1)
 
     def add_shape(
         self, labels: Sequence[str], bound: Bound, number: int, location: str, *, is_normalized: bool = False
@@ -454,132 +413,128 @@ class TableBuilder:
         for label in labels:
             self.add_box(label, xyxy, number, is_normalized=is_normalized)
 
-    def add_boxes(self, file: Path, found: Sequence[tuple[ImageFile, Box]]) -> None:
-        """Adds the boxes of a file to their images: as normalized if most are within 0 … 1; the others are then
-        dropped."""
-        xyxy = np.array([box.xyxy for _, box in found], np.float64).reshape(-1, 4)
+    def detect_units(self, file: Path, first_box: int) -> None:
+        """Marks the boxes from `first_box` on as normalized if most are within 0 … 1; the others are then dropped."""
+        boxes = self.boxes[first_box:]
+        xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
         max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
         is_small = max_coordinate <= MAX_NORMALIZED
-        is_normalized = bool(2 * np.count_nonzero(is_small) > len(found))
-        if is_normalized:
-            self.notes.append(f"{file.name}: boxes are within 0 … 1, normalized by image width and height")
-        is_large = is_normalized & np.isfinite(max_coordinate) & ~is_small
-        for (image, box), is_dropped in zip(found, is_large.tolist(), strict=True):
-            if is_dropped:
+        if not 2 * np.count_nonzero(is_small) > len(boxes):
+            return
+        self.notes.append(f"{file.name}: boxes are within 0 … 1, normalized by image width and height")
+        del self.boxes[first_box:]
+        for box, is_large in zip(boxes, (np.isfinite(max_coordinate) & ~is_small).tolist(), strict=True):
+            if is_large:
                 quoted = ", ".join(f"{value:g}" for value in box.xyxy)
-                place = f"{image.location}, {self._box_id_kind} " if image.location else f"{file.name}:"
-                self.drop_box("not-normalized", f"{place}{box.box_id}: [{quoted}]", image)
+                place = self.locations[box.image_index] and f"{self.locations[box.image_index]}, {self._box_id_kind} "
+                self.problems.add("not-normalized", f"{place or f'{file.name}:'}{box.box_id}: [{quoted}]")
+                self.bad_boxes.append(box.image_index)
             else:
-                image.boxes.append(box._replace(is_normalized=is_normalized or box.is_normalized))
+                self.boxes.append(box._replace(is_normalized=True))
 
     def location(self) -> Path:
         """Returns what an error about the whole data set names."""
         return self.layout.root if len(self.layout.parts) > 1 else self.layout.parts[0].annotations
 
-    def build(
-        self,
-        class_names: Sequence[str] | None = None,
-        *,
-        category_ids: Sequence[int] | None = None,
-        read_headers: bool = True,
-    ) -> AnnotationTable:
+    def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
         """Returns the table of the images, in their order, and their boxes. class_names: default, those of the boxes
         (`name_classes`); boxes of other classes are dropped and reported. read_headers: read absent sizes from the
         image headers; needed for normalized boxes, which are dropped and reported if their image cannot be read."""
-        images = self.images
+        images, boxes, root = self.images, self.boxes, self.layout.root
         size = np.array([image.size for image in images], np.int32).reshape(-1, 2)
-        unmeasured: list[int] = []
+        is_normalized = np.array([box.is_normalized for box in boxes], np.bool_)
+        image_index = np.array([box.image_index for box in boxes], np.int64)
+        xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
+        keep = np.ones(len(boxes), np.bool_)
+        unmeasured = np.zeros(0, np.int64)
         if read_headers:
             # sizes in the annotations may be wrong, so normalized boxes always use the header
-            needs_size = [0 in image.size or any(box.is_normalized for box in image.boxes) for image in images]
-            unmeasured = np.flatnonzero(needs_size).tolist()
-            size[unmeasured], failures = read_sizes([images[i].folder / images[i].name for i in unmeasured])
-            for number, reason in failures.items():
-                image = images[unmeasured[number]]
-                num_boxes, image.boxes = len(image.boxes), [box for box in image.boxes if not box.is_normalized]
-                if count := num_boxes - len(image.boxes):
-                    self.problems.add("box-of-unreadable-image", f"{self._image_path(image)}: {reason}", count)
+            has_normalized = np.isin(np.arange(len(images)), image_index[is_normalized])
+            unmeasured = np.flatnonzero((size == 0).any(1) | has_normalized)
+            size[unmeasured], failures = read_sizes([images[i].folder / images[i].name for i in unmeasured.tolist()])
+            reasons = {int(unmeasured[number]): reason for number, reason in failures.items()}
+            xyxy[is_normalized] *= size[image_index[is_normalized]][:, [1, 0, 1, 0]]
+            keep = ~(is_normalized & np.isin(image_index, list(reasons)))
+            for i, count in Counter(image_index[~keep].tolist()).items():
+                self.problems.add("box-of-unreadable-image", f"{self._image_path(i)}: {reasons[i]}", count)
         if class_names is not None:
-            self._drop_unknown_classes(set(class_names))
-        boxes = [box for image in images for box in image.boxes]
+            keep &= self._find_known_classes(class_names)
+        order = np.flatnonzero(keep)
+        order = order[np.argsort(image_index[order], kind="stable")]
+        boxes = [boxes[i] for i in order.tolist()]
         class_names = name_classes(boxes) if class_names is None else class_names
         label_by_name = {name: label for label, name in enumerate(class_names)}
         labels = [box.label if isinstance(box.label, int) else label_by_name[box.label] for box in boxes]
-        image_index = np.repeat(np.arange(len(images)), [len(image.boxes) for image in images])
-        is_normalized, is_extent, crowd = (
-            np.array(list(map(attrgetter(name), boxes)), np.bool_)
-            for name in ("is_normalized", "is_extent", "is_crowd")
-        )
-        xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
-        xyxy[is_normalized] *= size[image_index[is_normalized]][:, [1, 0, 1, 0]]
-        is_extent &= (size[image_index] > 0).all(1)
-        if (note := corners_note(size[image_index[is_extent]].astype(np.float64), xyxy[is_extent])) is not None:
-            self.notes.append(note)
-            xyxy[is_extent, 2:] -= xyxy[is_extent, :2]
-        folders = FolderTable(self.layout.root)
-        number_of = {folder: folders.add(str(folder)) for folder in dict.fromkeys(image.folder for image in images)}
-        byte_range = np.array([image.byte_range for image in images], np.int64).reshape(-1, 2)
+        folders = FolderTable(root)
+        folder_index = [folders.add(str(image.folder)) for image in images]
         return AnnotationTable(
             class_names=list(class_names),
-            category_ids=list(range(len(class_names)) if category_ids is None else category_ids),
+            category_ids=list(range(len(class_names))),
             folders=folders.paths(),
-            folder_index=np.array([number_of[image.folder] for image in images], np.int32),
+            folder_index=np.array(folder_index, np.int32),
             file_names=[image.name for image in images],
             split=np.array([image.split for image in images], np.int8),
             original_size=size,
             image_id=np.arange(len(images), dtype=np.int64),
-            image_index=image_index,
-            boxes=xyxy,
+            image_index=image_index[order],
+            boxes=xyxy[order],
             labels=np.array(labels, np.int32),
-            crowd=crowd,
-            area=np.array([box.area for box in boxes], np.float64),
+            crowd=np.array([box.is_crowd for box in boxes], np.bool_),
+            area=np.full(len(boxes), np.nan),
             box_id=np.array([box.box_id for box in boxes], np.int64),
             box_id_kind=self._box_id_kind,
-            byte_range=byte_range if byte_range.any() else None,
             sizes_from_headers=len(unmeasured) > 0,
-            num_bad_boxes=np.array([image.num_bad_boxes for image in images], np.int64),
+            num_bad_boxes=np.bincount(np.array(self.bad_boxes, np.int64), minlength=len(images)),
             notes=[*self.notes, *(f"{count:,} × {description}" for description, count in self.counts.items() if count)],
         )
 
-    def _image_path(self, image: ImageFile) -> str:
+    def _image_path(self, image_index: int) -> str:
+        image = self.images[image_index]
         return display_path(image.folder / image.name, self.layout.root)
 
-    def _drop_unknown_classes(self, listed: set[str]) -> None:
-        for image in self.images:
-            unknown = [box for box in image.boxes if not (isinstance(box.label, int) or box.label in listed)]
-            for box in unknown:
-                self.drop_box("unknown-class", f"{self._image_path(image)}: {box.label!r}", image)
-            if unknown:
-                image.boxes = [box for box in image.boxes if box not in unknown]
+    def _find_known_classes(self, class_names: Sequence[str]) -> NDArray[np.bool_]:
+        """Returns [K], whether the class of each box is one of these; the others are reported."""
+        listed = set(class_names)
+        is_known = np.array([isinstance(box.label, int) or box.label in listed for box in self.boxes], np.bool_)
+        for box in (self.boxes[i] for i in np.flatnonzero(~is_known).tolist()):
+            self.problems.add("unknown-class", f"{self._image_path(box.image_index)}: {box.label!r}")
+            self.bad_boxes.append(box.image_index)
+        return is_known
 
     def drop_ambiguous_images(self, *, by_stem: bool = False) -> None:
         """Drops images that have only skipped shapes, and an identical second entry of an image in a split. If its
         entries differ, all are dropped: which one is right is not known. by_stem: the file with the image's own stem
         is. Raises DataError if no image is left."""
-        entries: dict[tuple[int, Path, str], list[ImageFile]] = {}
-        for image in self.images:
-            if image.boxes or image.num_bad_boxes or not image.has_skipped_shapes:
-                entries.setdefault((image.split, image.folder, image.name), []).append(image)
-            else:
-                self.counts["image with such shapes only, which is left out"] += 1
-        self.images = []
-        for images in entries.values():
-            name, contents = images[0].name, [[box[:2] for box in image.boxes] for image in images]
-            is_same, stem = all(content == contents[0] for content in contents), os.path.splitext(name)[0]
-            by_name = [image for image in images if by_stem and Path(image.location).stem == stem]
-            chosen = images[:1] if is_same else by_name
+        boxes_of: dict[int, list[Box]] = {}
+        for box in self.boxes:
+            boxes_of.setdefault(box.image_index, []).append(box)
+        entries: dict[tuple[int, Path, str], list[int]] = {}
+        without_box = self._images_with_skipped - boxes_of.keys() - set(self.bad_boxes)
+        self.counts["image with such shapes only, which is left out"] += len(without_box)
+        for index, image in enumerate(self.images):
+            if index not in without_box:
+                entries.setdefault((image.split, image.folder, image.name), []).append(index)
+        kept: dict[int, int] = {}
+        for indices in entries.values():
+            name, places = self.images[indices[0]].name, [self.locations[index] for index in indices]
+            contents = [[box[1:3] for box in boxes_of.get(index, ())] for index in indices]
+            is_same = all(content == contents[0] for content in contents)
+            stem = os.path.splitext(name)[0]
+            chosen = [0] if is_same else [k for k, place in enumerate(places) if by_stem and Path(place).stem == stem]
             if len(chosen) != 1:
-                self.problems.add("listed-twice", f"{name}: {', '.join(image.location for image in images)}")
+                self.problems.add("listed-twice", f"{name}: {', '.join(places)}")
                 continue
-            self.images += chosen
-            own = chosen[0].location
+            own = places.pop(chosen[0])
+            kept[indices[chosen[0]]] = len(kept)
             text = f"{name}, as {own}" if is_same else f"about {name}, as {own} is"
-            for image in images:
-                if image is not chosen[0]:
-                    self.problems.add("copied-entry" if is_same else "label-without-image", f"{image.location}: {text}")
-        if not self.images:
+            for place in places:
+                self.problems.add("copied-entry" if is_same else "label-without-image", f"{place}: {text}")
+        if not kept:
             cause = self.problems.describe()
             raise make_error(DataError, "no-annotated-image", self.layout.parts[0].annotations, cause=cause)
+        self.images = [self.images[index] for index in kept]
+        self.boxes = [box._replace(image_index=kept[index]) for index in kept for box in boxes_of.get(index, ())]
+        self.bad_boxes = [kept[index] for index in self.bad_boxes if index in kept]
 
 
 def name_classes(boxes: Sequence[Box]) -> list[str]:
@@ -591,45 +546,6 @@ def name_classes(boxes: Sequence[Box]) -> list[str]:
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
     return sorted(names)
-
-
-def read_parts(
-    layout: DatasetLayout,
-    problems: ProblemCollector,
-    read_part: Callable[[SplitFiles, "ImageLocator", TableBuilder], None],
-    *,
-    box_id_kind: str,
-) -> AnnotationTable:
-    """Returns the table of a data set whose files list their images. read_part: adds those of a part to the builder.
-    Raises DataError if there are none."""
-    builder = TableBuilder(layout, problems, box_id_kind=box_id_kind)
-    for part in layout.parts:
-        locator = ImageLocator(layout.root, part)
-        read_part(part, locator, builder)
-        builder.notes += locator.notes()
-    builder.drop_ambiguous_images()
-    return builder.build()
-
-
-MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
-"""Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
-more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
-
-
-def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | None:
-    """Returns a note if boxes [K, 4] that were given as x, y, width and height, in images of height and width `size`
-    [K, 2], are corners, contrary to COCO: many would reach out of their images. Else None."""
-    if not len(size):
-        return None
-    x1, y1, x2, y2 = xyxy.T
-    height, width = size[:, 0] + 1, size[:, 1] + 1
-    reaches_out = (x2 > width) | (y2 > height)
-    right, bottom = x2 - x1, y2 - y1
-    are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    if not (reaches_out.mean() > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS):
-        return None
-    part = f"{100 * reaches_out.mean():.0f} %"
-    return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
 
 
 def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:

@@ -6,17 +6,36 @@ Face hub, Vertex AI, Azure Machine Learning and Open-GroundingDINO. What a line 
 https://docs.aws.amazon.com/sagemaker/latest/dg/sms-data-output.html, https://huggingface.co/docs/datasets/image_dataset.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from stoker.data.formats.folders import recognize_files
 from stoker.data.formats.images import TableBuilder
 from stoker.data.formats.objects import Entry, UnknownLayout, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
+
+SUFFIXES = (".jsonl", ".ndjson", ".manifest")
+_LINE = re.compile(
+    rb'\{.*"source-ref"|\{(?=.*"(file_name|filename|image|image_path|img_path|image_url|imageGcsUri)")'
+    rb'(?=.*"(bbox|bboxes|boxes|objects|annotations|instances|detection|boundingBoxAnnotations|label"\s*:\s*\[\s*\{))'
+)
+"""Keys of an image and of boxes; a label that is not a list of objects is the class of the whole image."""
+
+
+def is_jsonl(head: bytes) -> bool:
+    """Returns whether a file has lines that name images and boxes."""
+    return head.startswith(b"{") and any(map(_LINE.match, head.splitlines()[:100]))
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
+    return recognize_files(path, "jsonl", "JSON lines", SUFFIXES, is_jsonl)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

@@ -8,6 +8,7 @@ box of a line are read. Format: https://www.cvlibs.net/datasets/kitti/eval_objec
 import os
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from stoker.data.formats import folders
@@ -39,13 +40,13 @@ def recognize(folder: Path) -> DatasetLayout | None:
         parts = [replace(parts[0], split=name, image_list=lists[name]) for name in ("train", "val") if name in lists]
         notes += ["not read: ImageSets/test.txt: the test images have no labels"] if "test" in lists else []
     description = f"KITTI ({os.path.relpath(found[0][1], folder)}/)"
-    return DatasetLayout("kitti", description, folder, tuple(parts), tuple(notes))
+    return DatasetLayout(format="kitti", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files. Raises DataError if none of the listed images has one."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
-    ignored: list[tuple[ImageFile, Box]] = []
+    ignored: list[Box] = []
     unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
@@ -66,9 +67,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
         raise make_error(DataError, "kitti-without-labels", layout.parts[0].image_list)
-    classes = sorted({str(box.label) for image in builder.images for box in image.boxes})
-    for image, box in ignored:
-        image.boxes += [box._replace(label=name) for name in classes]
+    classes = sorted({str(box.label) for box in builder.boxes})
+    builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
     if ignored:
         builder.notes.append(f"{len(ignored):,} × DontCare: a crowd box of each class, in which detections are ignored")
     return builder.build()
@@ -80,9 +80,9 @@ def _read_list(file: Path) -> list[str]:
     return list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
 
 
-def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[tuple[ImageFile, Box]]:
+def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
     """Adds the boxes of the image that was added last; returns its DontCare regions."""
-    ignored: list[tuple[ImageFile, Box]] = []
+    ignored: list[Box] = []
     text = regular_files.read_text(file, encoding="utf-8-sig", errors="replace")
     for line, row in enumerate(text.splitlines(), 1):
         if not row.strip():
@@ -94,7 +94,7 @@ def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[tuple
             builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
             continue
         if name.lower() == "dontcare":
-            ignored.append((builder.images[-1], Box(name, (x1, y1, x2, y2), line, is_crowd=True)))
+            ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
         else:
             builder.add_box(name, (x1, y1, x2, y2), line)
     return ignored

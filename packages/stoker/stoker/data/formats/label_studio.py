@@ -12,20 +12,13 @@ import os
 import re
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.data.formats.folders import is_image_name
-from stoker.data.formats.images import ImageLocator, TableBuilder, is_usable_name, read_json, read_parts
-from stoker.data.formats.tables import (
-    XYXY,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
-    bound_points,
-    bound_rotated,
-    usable_size,
-)
+from stoker.data.formats.folders import is_image_name, recognize_files
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, bound_rotated, usable_size
 from stoker.data.validation.problems import ProblemCollector
 
 LABEL_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "labels")
@@ -36,27 +29,43 @@ UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{6,10}-")
 """What Label Studio puts before the name of an uploaded file."""
 
 
+def is_label_studio(head: bytes) -> bool:
+    has_results = b'"result"' in head and (b'"annotations"' in head or b'"completions"' in head)
+    return head.startswith(b"[") and (has_results or any(b'"%s"' % key.encode() in head for key in LABEL_KEYS[:3]))
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """Returns the Label Studio data set of a file, or of a folder (not in subfolders); None if it is none."""
+    return recognize_files(path, "label-studio", "Label Studio JSON", ".json", is_label_studio)
+
+
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no task has annotations, or if a file is not JSON."""
-    return read_parts(layout, problems, _read_part, box_id_kind="region")
-
-
-def _read_part(part: SplitFiles, locator: ImageLocator, builder: TableBuilder) -> None:
-    file, what = os.path.relpath(part.annotations, builder.layout.root), "The file is not an export of Label Studio."
-    tasks = read_json(part.annotations, list[dict[str, Any]], what=what, fix='export it again, as "JSON"')
-    for number, task in enumerate(tasks, 1):
-        location = f"{file}, task {task.get('id', number)}"
-        regions = _choose_regions(task, builder.counts)
-        if regions is None:
-            builder.counts["task without annotations, which is left out"] += 1
-        elif (written := _image_of(task)) is None:
-            builder.problems.add("malformed-image", f"{location}: its data names no image")
-        else:
-            sizes = {usable_size(item.get("original_height"), item.get("original_width")) for item in regions}
-            known = sizes - {(0, 0)}
-            size = known.pop() if len(known) == 1 else (0, 0)
-            builder.add_located(locator, _candidate_paths(written), location, split=part.split, size=size)
-            _read_regions(regions, size, location, builder)
+    builder = TableBuilder(layout, problems, box_id_kind="region")
+    for part in layout.parts:
+        locator = ImageLocator(layout.root, part)
+        file = os.path.relpath(part.annotations, layout.root)
+        what = "The file is not an export of Label Studio."
+        tasks = read_json(part.annotations, list[dict[str, Any]], what=what, fix='export it again, as "JSON"')
+        for number, task in enumerate(tasks, 1):
+            location = f"{file}, task {task.get('id', number)}"
+            regions = _choose_regions(task, builder.counts)
+            if regions is None:
+                builder.counts["task without annotations, which is left out"] += 1
+            elif (written := _image_of(task)) is None:
+                problems.add("malformed-image", f"{location}: its data names no image")
+            else:
+                candidates = _candidate_paths(written)
+                folder, name = locator.find(*candidates) or locator.locate(candidates[-1])
+                sizes = {usable_size(item.get("original_height"), item.get("original_width")) for item in regions}
+                known = sizes - {(0, 0)}
+                size = known.pop() if len(known) == 1 else (0, 0)
+                split_index = locator.split_index(part.split, folder)
+                builder.add_image(ImageFile(folder, name, split_index, size), location)
+                _read_regions(regions, size, location, builder)
+        builder.notes += locator.notes()
+    builder.drop_ambiguous_images()
+    return builder.build()
 
 
 def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location: str, builder: TableBuilder) -> None:

@@ -7,22 +7,16 @@ Format: https://github.com/wkentaro/labelme.
 
 import math
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stoker.data.formats.folders import iter_annotation_files
-from stoker.data.formats.images import (
-    ImageLocator,
-    TableBuilder,
-    is_usable_name,
-    map_in_threads,
-    read_json,
-    read_parts,
-)
-from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, SplitFiles, bound_points, usable_size
+from stoker.data.formats.folders import iter_annotation_files, recognize_files
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, map_in_threads, read_json
+from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points, usable_size
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError
 
@@ -45,32 +39,46 @@ class _LabelMeFile(msgspec.Struct):
     width: Any = msgspec.field(name="imageWidth", default=None)
 
 
+def recognize(folder: Path) -> DatasetLayout | None:
+    """Returns the LabelMe data set in a folder (not in subfolders), or None."""
+    return recognize_files(folder, "labelme", "LabelMe JSON", ".json", is_labelme, file_per_image=True)
+
+
+def is_labelme(head: bytes) -> bool:
+    has_shapes = re.search(rb'"shapes"\s*:\s*\[', head) is not None
+    has_points = any(key in head for key in (b'"imagePath"', b'"shape_type"', b'"points"'))
+    return head.startswith(b"{") and ((has_shapes and has_points) or re.search(rb'"imageData"\s*:', head) is not None)
+
+
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if none can be read."""
-    return read_parts(layout, problems, _read_part, box_id_kind="shape")
-
-
-def _read_part(part: SplitFiles, locator: ImageLocator, builder: TableBuilder) -> None:
-    files = [Path(path) for path in iter_annotation_files(part.annotations, (".json",))]
-    for file, content in zip(files, map_in_threads(_parse, files), strict=True):
-        location = os.path.relpath(file, builder.layout.root)
-        if isinstance(content, str):
-            builder.problems.add("unreadable-annotations", f"{location}: {content}")
-            continue
-        # imagePath may be of another machine, or of a file that was renamed
-        text = content.image_path if content.image_path and is_usable_name(content.image_path) else ""
-        names = [text, file.stem, text or f"{file.stem}.jpg"]  # without a suffix: that of the image is found
-        split = part.split or locator.split_from_folder(file.parent)
-        size = usable_size(content.height, content.width)
-        builder.add_located(locator, names, location, split=split, size=size, folder=file.parent)
-        for number, shape in enumerate(content.shapes, 1):
-            kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
-            label = str("" if shape.label is None else shape.label).strip()
-            if kind in WITHOUT_BOX:
-                builder.skip_shape(kind)
-            else:
-                labels, bound = [label] if label else [], partial(_bound, kind, shape.points)
-                builder.add_shape(labels, bound, number, f"{location}, shape {number}")
+    builder = TableBuilder(layout, problems, box_id_kind="shape")
+    for part in layout.parts:
+        locator = ImageLocator(layout.root, part)
+        files = [Path(path) for path in iter_annotation_files(part.annotations, (".json",))]
+        for file, content in zip(files, map_in_threads(_parse, files), strict=True):
+            location = os.path.relpath(file, layout.root)
+            if isinstance(content, str):
+                problems.add("unreadable-annotations", f"{location}: {content}")
+                continue
+            # imagePath may be of another machine, or of a file that was renamed
+            text = content.image_path if content.image_path and is_usable_name(content.image_path) else ""
+            found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
+            folder, name = found or locator.locate(text or f"{file.stem}.jpg", file.parent)
+            split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
+            size = usable_size(content.height, content.width)
+            builder.add_image(ImageFile(folder, name, split_index, size), location)
+            for number, shape in enumerate(content.shapes, 1):
+                kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
+                label = str("" if shape.label is None else shape.label).strip()
+                if kind in WITHOUT_BOX:
+                    builder.skip_shape(kind)
+                else:
+                    labels, bound = [label] if label else [], partial(_bound, kind, shape.points)
+                    builder.add_shape(labels, bound, number, f"{location}, shape {number}")
+        builder.notes += locator.notes()
+    builder.drop_ambiguous_images()
+    return builder.build()
 
 
 def _parse(file: Path) -> _LabelMeFile | str:

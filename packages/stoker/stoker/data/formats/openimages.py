@@ -57,10 +57,13 @@ def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
     )
     files = [path for directory in dirs for path in folders.list_files(directory, ".csv")]
     image_dirs = [(part, folders.iter_nearby_dirs(part.annotations.parent, root, part.split)) for part in parts]
-    located = tuple(replace(part, image_dirs=folders.unique(near_dirs)) for part, near_dirs in image_dirs)
-    descriptions = tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS))
-    title = f"Open Images ({', '.join(table.name for table in tables[:3])})"
-    return DatasetLayout("openimages", title, root, located, metadata_files=descriptions)
+    return DatasetLayout(
+        format="openimages",
+        description=f"Open Images ({', '.join(table.name for table in tables[:3])})",
+        root=root,
+        parts=tuple(replace(part, image_dirs=folders.unique(near_dirs)) for part, near_dirs in image_dirs),
+        metadata_files=tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS)),
+    )
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -72,7 +75,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         called = "the classes are called /m/…, as in the tables"
         builder.notes.append(f"there is no class-descriptions-boxable.csv: {called}")
     for part in layout.parts:
-        image_by_id: dict[str, ImageFile] = {}
+        index_by_id: dict[str, int] = {}
         absent_id, num_absent = "", 0
         location = os.path.relpath(part.annotations, layout.root)
         for line, (image_id, label, *values, is_group) in _iter_rows(part.annotations):
@@ -81,17 +84,18 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 num_absent += image_id != absent_id  # the rows of an image are together
                 absent_id = image_id
                 continue
-            if image_id not in image_by_id:
-                image_by_id[image_id] = builder.add_image(ImageFile(*paths[image_id], part.split_index))
-            image, name = image_by_id[image_id], names.get(label, label)
+            if image_id not in index_by_id:
+                index_by_id[image_id] = builder.add_image(ImageFile(*paths[image_id], part.split_index))
+            image_index, name = index_by_id[image_id], names.get(label, label)
             try:
                 x1, x2, y1, y2 = (float(value.replace(",", ".")) for value in values)
             except ValueError:
-                builder.drop_box("malformed-row", f"{location}:{line}: {', '.join(values)}, not four numbers", image)
+                problems.add("malformed-row", f"{location}:{line}: {', '.join(values)}, not four numbers")
+                builder.bad_boxes.append(image_index)
                 continue
-            image.boxes.append(Box(name, (x1, y1, x2, y2), line, True, is_group == "1"))
+            builder.boxes.append(Box(image_index, name, (x1, y1, x2, y2), line, True, is_group == "1"))
         if num_absent:
-            total, num_here = num_absent + len(image_by_id), len(image_by_id)
+            total, num_here = num_absent + len(index_by_id), len(index_by_id)
             builder.notes.append(f"{location}: {num_here:,} of its {total:,} images are here; the others are left out")
     if not builder.images:
         table = layout.parts[0].annotations

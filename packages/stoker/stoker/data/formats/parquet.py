@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from stoker.data.formats.objects import CLASS_LIST_KEYS, KEYS
+from stoker.data.formats.objects import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
 from stoker.data.formats.parquet_pages import check_pages, max_unpacked_bytes, read_footer, text_bytes, texts_of
 from stoker.data.formats.shards import ShardSamples, make_table, open_shard, recognize_shards
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
@@ -87,9 +87,9 @@ def _image_column(schema: pa.Schema) -> str | None:
 
 def _annotation_columns(schema: pa.Schema) -> list[str]:
     """Returns a column of objects, or those of boxes and classes; empty: there are none."""
-    if objects := [name for name in KEYS.lists if name in schema.names]:
+    if objects := [name for name in LIST_KEYS if name in schema.names]:
         return objects[:1]
-    boxes = [name for name in (*KEYS.corners, *KEYS.extents) if name in schema.names]
+    boxes = [name for name in (*CORNERS_KEYS, *EXTENT_KEYS) if name in schema.names]
     classes = [name for name in CLASS_LIST_KEYS if name in schema.names and pa.types.is_list(schema.field(name).type)]
     return [boxes[0], classes[0]] if boxes and classes else []
 

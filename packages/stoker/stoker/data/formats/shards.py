@@ -8,13 +8,15 @@ an image is annotated in a shard (`objects.py`), finding the samples (`webdatase
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stoker.data.formats import folders
-from stoker.data.formats.images import ImageFile, Item, Result, TableBuilder, map_in_threads
-from stoker.data.formats.objects import KEYS, LAYOUTS, UnknownLayout, read_boxes, usable_boxes
+from stoker.data.formats.images import Box, ImageFile, Item, Result, TableBuilder, map_in_threads
+from stoker.data.formats.objects import LAYOUTS, NAME_OF_FILE_KEYS, UnknownLayout, corners_note, read_boxes
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.images import source
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -59,7 +61,8 @@ def layout_of_shards(
     format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
 ) -> DatasetLayout:
     shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
-    return DatasetLayout(format, f"{title} in {shards}", root, folders.sort_parts(parts), tuple(notes))
+    description, own = f"{title} in {shards}", folders.sort_parts(parts)
+    return DatasetLayout(format=format, description=description, root=root, parts=own, notes=tuple(notes))
 
 
 @contextlib.contextmanager
@@ -110,6 +113,12 @@ class ShardSamples:
     path: Path
     split: int
     images: list[ImageFile] = field(default_factory=list)
+    byte_ranges: list[tuple[int, int]] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    """Image indices count from the first of the shard."""
+    extents: list[int] = field(default_factory=list)
+    """Indices of the boxes that were given by width and height."""
+    bad_boxes: list[int] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(kind, example)."""
     unknown_layout: str | None = None
@@ -130,16 +139,21 @@ class ShardSamples:
             return
         fields = annotations if isinstance(annotations, Mapping) else {}
         given = usable_size(fields.get("height"), fields.get("width"))
-        written = next((fields[key] for key in KEYS.image_names if isinstance(fields.get(key), str)), "")
+        written = next((fields[key] for key in NAME_OF_FILE_KEYS if isinstance(fields.get(key), str)), "")
         label = folders.base_name(written) or name.rpartition("/")[2]
-        image = ImageFile(self.path, label, self.split, size if 0 in given else given, byte_range=(start, length))
-        self.images.append(image)
-        height, width = image.size
-        for box in usable_boxes(found, place, lambda kind, example: self.problems.append((kind, example))):
+        image_index, (height, width) = len(self.images), size if 0 in given else given
+        self.images.append(ImageFile(self.path, label, self.split, (height, width)))
+        self.byte_ranges.append((start, length))
+        for box in found:
+            if box.xyxy is None or box.label is None:
+                kind = "malformed-box" if box.xyxy is None else "no-class"
+                self.problems.append((kind, f"{place}, object {box.number}: {box.text}"))
+                self.bad_boxes.append(image_index)
+                continue
             x1, y1, x2, y2 = box.xyxy
             xyxy = (x1 * width, y1 * height, x2 * width, y2 * height) if box.is_normalized else box.xyxy
-            image.boxes.append(box._replace(xyxy=xyxy, is_normalized=False))
-        image.num_bad_boxes = len(found) - len(image.boxes)
+            self.extents += [len(self.boxes)] if box.is_extent else []
+            self.boxes.append(Box(image_index, box.label, xyxy, box.number, is_crowd=box.is_crowd))
 
 
 def make_table(
@@ -152,15 +166,27 @@ def make_table(
 ) -> AnnotationTable:
     """Makes one table of all shards. class_names: all classes in order, where the data set lists them. Raises DataError
     if no sample is usable."""
-    builder = TableBuilder(layout, problems, box_id_kind="object")
+    builder, extents = TableBuilder(layout, problems, box_id_kind="object"), list[int]()
+    images, boxes = builder.images, builder.boxes
     for shard in shards:
-        builder.images += shard.images
+        first = len(images)
+        extents += [len(boxes) + k for k in shard.extents]
+        images += shard.images
+        boxes += [box._replace(image_index=first + box.image_index) for box in shard.boxes]
+        builder.bad_boxes += [first + image_index for image_index in shard.bad_boxes]
         for kind, example in shard.problems:
             problems.add(kind, example)
-    if not builder.images:
+    if not images:
         if reasons := [shard.unknown_layout for shard in shards if shard.unknown_layout is not None]:
             place, cause = builder.location(), reasons[0]
             raise make_error(DataError, "samples-unknown", place, choices=LAYOUTS, cause=cause, name=format_name)
         cause = problems.describe() or "they are empty"
         raise make_error(DataError, "no-usable-sample", builder.location(), cause=cause, name=format_name)
-    return builder.build(class_names or None, read_headers=False)
+    sizes = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
+    if (note := corners_note(sizes, np.array([boxes[k].xyxy for k in extents], np.float64))) is not None:
+        builder.notes.append(note)
+        for k in extents:
+            x1, y1, x2, y2 = boxes[k].xyxy
+            boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))
+    byte_ranges = np.array([byte_range for shard in shards for byte_range in shard.byte_ranges], np.int64)
+    return replace(builder.build(class_names or None, read_headers=False), byte_range=byte_ranges.reshape(-1, 2))

@@ -24,7 +24,7 @@ UNASSIGNED = -1
 XYXY = tuple[float, float, float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SplitFiles:
     """One split of a data set, or all of it."""
 
@@ -43,7 +43,7 @@ class SplitFiles:
         return UNASSIGNED if self.split is None else SPLITS.index(self.split)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DatasetLayout:
     """The files of a data set whose format was recognized. No annotation has been read."""
 

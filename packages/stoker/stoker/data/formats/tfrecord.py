@@ -18,9 +18,10 @@ import math
 import mmap
 import os
 import re
-from collections import Counter
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,13 +30,13 @@ from numpy.typing import NDArray
 
 from stoker.data.formats import tfrecord_bytes
 from stoker.data.formats.folders import base_name, file_part, list_subdirs
-from stoker.data.formats.images import Box, ImageFile, TableBuilder
 from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import (
     AnnotatedImage,
     AnnotationTable,
     DatasetLayout,
     DatasetWriter,
+    FolderTable,
     SplitFiles,
     Target,
     UnsupportedImage,
@@ -158,110 +159,121 @@ class _UnusableRecord(Exception):
     """A record cannot be used: (kind of problem, reason)."""
 
 
+@dataclass
+class _RecordColumns:
+    """Columns that grow by one record at a time. A box takes 40 bytes."""
+
+    xyxy: "tuple[array[float], ...]" = field(default_factory=lambda: tuple(array("f") for _ in BOX_KEYS))
+    """Four columns [K], normalized by image width and height."""
+    pair: "array[int]" = field(default_factory=partial(array, "i"))
+    """Number of the pair of label and text."""
+    number_by_pair: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    crowd: "array[int]" = field(default_factory=partial(array, "b"))
+    area: "array[float]" = field(default_factory=lambda: array("f"))
+    file_names: list[str] = field(default_factory=list)
+    source_id: list[bytes] = field(default_factory=list)
+    numbers: "array[int]" = field(default_factory=partial(array, "q"))
+    """[R, 8], folder index, split, number of the record in its file, boxes, first byte, bytes, height, width."""
+    num_group_boxes: int = 0
+    unpacked_bytes: dict[Path, int] = field(default_factory=dict)
+    """Unpacked file of each compressed shard → its size."""
+
+
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all shards. Raises DataError if no record is usable or a label map cannot be read."""
-    reader = _RecordReader(TableBuilder(layout, problems, box_id_kind="object"))
+    columns, folders, notes = _RecordColumns(), FolderTable(layout.root), list(layout.notes)
     for part in layout.parts:
-        reader.read_shard(part)
-    builder = reader.builder
+        _read_shard(part.annotations, part.split_index, columns, folders, problems)
     for message in describe_missing_shards(part.annotations for part in layout.parts):
         problems.add("missing-shard", message)
-    if not builder.images:
-        raise make_error(DataError, "tfrecord-without-records", builder.location(), cause=problems.describe())
-    if reader.unpacked_bytes:
-        count, first_path = len(reader.unpacked_bytes), next(iter(reader.unpacked_bytes))
+    if not columns.file_names:
+        location = layout.root if len(layout.parts) > 1 else layout.parts[0].annotations
+        raise make_error(DataError, "tfrecord-without-records", location, cause=problems.describe())
+    if columns.unpacked_bytes:
+        count, first_path = len(columns.unpacked_bytes), next(iter(columns.unpacked_bytes))
         files = "one file is compressed" if count == 1 else f"{count:,} files are compressed"
-        builder.notes.append(
-            f"{files}: unpacked into {first_path.parent}, {sum(reader.unpacked_bytes.values()):,} bytes"
-        )
-    if reader.num_group_boxes:
-        builder.notes.append(f"{reader.num_group_boxes:,} boxes around groups (image/object/group_of) count as crowd")
-    pairs = [
-        LabelTextPair(NO_LABEL if label is None else label, text.decode(errors="backslashreplace") if text else None)
-        for label, text in reader.number_by_pair
-    ]
-    class_names, class_ids = _assign_classes(builder, pairs)
-    table = builder.build(class_names, category_ids=class_ids, read_headers=False)
-    return replace(table, image_id=_image_ids(reader.source_ids))
+        notes.append(f"{files}: unpacked into {first_path.parent}, {sum(columns.unpacked_bytes.values()):,} bytes")
+    if columns.num_group_boxes:
+        notes.append(f"{columns.num_group_boxes:,} boxes around groups (image/object/group_of) count as crowd")
+    return _make_table(columns, layout, folders.paths(), notes, problems)
 
 
-class _RecordReader:
-    def __init__(self, builder: TableBuilder) -> None:
-        self.builder = builder
-        self.number_by_pair: dict[tuple[int | None, bytes | None], int] = {}
-        """The label of a box is the number of its pair until all are known."""
-        self.source_ids: list[bytes] = []
-        self.num_group_boxes = 0
-        self.unpacked_bytes: dict[Path, int] = {}
-        """Unpacked file of each compressed shard → its size."""
-
-    def read_shard(self, part: SplitFiles) -> None:
-        path, problems = part.annotations, self.builder.problems
-        with regular_files.open_file(path) as file:
-            head = file.read(len(GZIP_MAGIC))
-        data_path = path
-        if head == GZIP_MAGIC:
-            try:
-                data_path = tfrecord_bytes.unpack(path)
-            except DataError as error:
-                problems.add("damaged-shard", f"{path}: {error.cause}; the whole compressed file is left out")
-                return
-            self.unpacked_bytes[data_path] = data_path.stat().st_size
-        if not head or self.unpacked_bytes.get(data_path) == 0:
-            problems.add("empty-shard", str(path))
-            return
-        used_names: set[str] = set()
-        num_before = len(self.builder.images)
-        with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
-            for frame in tfrecord_bytes.iter_frames(data, path.name, problems):
-                try:
-                    image = self._read_record(data, frame, ImageFile(data_path, "", part.split_index))
-                except _UnusableRecord as error:
-                    kind, reason = error.args
-                    problems.add(kind, f"{path.name} @ byte {frame.offset:,}, record {frame.number}: {reason}")
-                    continue
-                image.name = _unique_name(image.name, frame.number, used_names)
-                used_names.add(image.name)
-                self.builder.add_image(image, f"{data_path.name}, record {frame.number} ({image.name})")
-        if data_path != path and len(self.builder.images) == num_before:
-            del self.unpacked_bytes[data_path]
-            data_path.unlink()  # nothing in it can be used
-
-    def _read_record(self, data: mmap.mmap, frame: tfrecord_bytes.RecordFrame, image: ImageFile) -> ImageFile:
-        """Returns the image with what the record has. Raises _UnusableRecord."""
-        record = data[frame.start : frame.stop]
+def _read_shard(
+    path: Path, split: int, columns: _RecordColumns, folders: FolderTable, problems: ProblemCollector
+) -> None:
+    with regular_files.open_file(path) as file:
+        head = file.read(len(GZIP_MAGIC))
+    data_path = path
+    if head == GZIP_MAGIC:
         try:
-            example = tfrecord_bytes.Example(record)
-            columns = [example.values(key, kind) for key, kind in OBJECT_KEYS.items()]
-            sides = [example.values(key, "int64_list") for key in (b"image/height", b"image/width")]
-            encoded, filename, source_id = (
-                next(iter(example.values(key, "bytes_list")), b"")
-                for key in (b"image/encoded", b"image/filename", b"image/source_id")
-            )
-        except tfrecord_bytes.MalformedExample as error:
-            raise _UnusableRecord("not-an-example", str(error)) from error
-        num_boxes = len(columns[0])
-        counts = zip(OBJECT_KEYS, map(len, columns), strict=True)
-        needed = {key: count for key, count in counts if count or key in BOX_KEYS}
-        if set(needed.values()) - {num_boxes}:
-            raise _UnusableRecord("unequal-lists", ", ".join(f"{key.decode()} has {n}" for key, n in needed.items()))
-        if not encoded:
-            raise _UnusableRecord("record-without-image", "it has no image/encoded")
-        start = record.find(encoded[:64])  # searching for all of it takes as long as all the rest
-        if not record.startswith(encoded, start):
-            start = record.find(encoded)
-        image.byte_range = frame.start + start, len(encoded)
-        image.name = filename.decode(errors="backslashreplace")
-        image.size = height, width = _image_size(sides, encoded)
-        rows = zip(*columns[:4], *(column or (None,) * num_boxes for column in columns[4:]), strict=True)
-        for number, (x1, y1, x2, y2, area, label, text, crowd, is_group) in enumerate(rows, 1):
-            index = self.number_by_pair.setdefault((label, text or None), len(self.number_by_pair))
-            self.num_group_boxes += bool(is_group)
-            xyxy, is_crowd = (x1 * width, y1 * height, x2 * width, y2 * height), bool(crowd or is_group)
-            image.boxes.append(Box(index, xyxy, number, is_crowd=is_crowd, area=math.nan if area is None else area))
-        self.source_ids.append(source_id)
-        return image
+            data_path = tfrecord_bytes.unpack(path)
+        except DataError as error:
+            problems.add("damaged-shard", f"{path}: {error.cause}; the whole compressed file is left out")
+            return
+        columns.unpacked_bytes[data_path] = data_path.stat().st_size
+    if not head or columns.unpacked_bytes.get(data_path) == 0:
+        problems.add("empty-shard", str(path))
+        return
+    folder_index = folders.add(str(data_path))
+    used_names: set[str] = set()
+    num_before = len(columns.file_names)
+    with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
+        for frame in tfrecord_bytes.iter_frames(data, path.name, problems):
+            try:
+                _read_record(data, frame, (folder_index, split), columns, used_names)
+            except _UnusableRecord as error:
+                kind, reason = error.args
+                problems.add(kind, f"{path.name} @ byte {frame.offset:,}, record {frame.number}: {reason}")
+    if data_path != path and len(columns.file_names) == num_before:
+        del columns.unpacked_bytes[data_path]
+        data_path.unlink()  # nothing in it can be used
+
+
+def _read_record(
+    data: mmap.mmap,
+    frame: tfrecord_bytes.RecordFrame,
+    folder_and_split: tuple[int, int],
+    columns: _RecordColumns,
+    used_names: set[str],
+) -> None:
+    """Adds the image and the boxes of a record. Raises _UnusableRecord."""
+    record = data[frame.start : frame.stop]
+    try:
+        example = tfrecord_bytes.Example(record)
+        *xyxy, area, labels, texts, crowd, group_of = (example.values(key, kind) for key, kind in OBJECT_KEYS.items())
+        sides = [example.values(key, "int64_list") for key in (b"image/height", b"image/width")]
+        encoded, filename, source_id = (
+            next(iter(example.values(key, "bytes_list")), b"")
+            for key in (b"image/encoded", b"image/filename", b"image/source_id")
+        )
+    except tfrecord_bytes.MalformedExample as error:
+        raise _UnusableRecord("not-an-example", str(error)) from error
+    num_boxes = len(xyxy[0])
+    counts = zip(OBJECT_KEYS, map(len, (*xyxy, area, labels, texts, crowd, group_of)), strict=True)
+    needed = {key: count for key, count in counts if count or key in BOX_KEYS}
+    if set(needed.values()) - {num_boxes}:
+        raise _UnusableRecord("unequal-lists", ", ".join(f"{key.decode()} has {n}" for key, n in needed.items()))
+    if not encoded:
+        raise _UnusableRecord("record-without-image", "it has no image/encoded")
+    start = record.find(encoded[:64])  # searching for all of it takes as long as all the rest
+    if not record.startswith(encoded, start):
+        start = record.find(encoded)
+    height, width = _image_size(sides, encoded)
+    for column, values in zip(columns.xyxy, xyxy, strict=True):
+        column.extend(values)
+    numbers = columns.number_by_pair
+    pairs = zip(labels or [NO_LABEL] * num_boxes, texts or [b""] * num_boxes, strict=True)
+    columns.pair.extend([numbers.setdefault(pair, len(numbers)) for pair in pairs])
+    columns.num_group_boxes += sum(map(bool, group_of))
+    zeros = [0] * num_boxes
+    columns.crowd.extend([bool(a or b) for a, b in zip(crowd or zeros, group_of or zeros, strict=True)])
+    columns.area.extend(area or [math.nan] * num_boxes)
+    byte_range = frame.start + start, len(encoded)
+    columns.numbers.extend((*folder_and_split, frame.number, num_boxes, *byte_range, height, width))
+    columns.source_id.append(source_id)
+    columns.file_names.append(_unique_name(filename, frame.number, used_names))
+    used_names.add(columns.file_names[-1])
 
 
 def _image_size(sides: list[Sequence[int]], encoded: bytes) -> tuple[int, int]:
@@ -276,36 +288,64 @@ def _image_size(sides: list[Sequence[int]], encoded: bytes) -> tuple[int, int]:
     return (height, width) if height and width else header_size
 
 
-def _unique_name(filename: str, record_number: int, used_names: set[str]) -> str:
+def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
     """Returns the file name without folders; with the record number if it is empty or already used in the shard."""
-    name = base_name(filename) or f"record {record_number}"
+    name = base_name(filename.decode(errors="backslashreplace")) or f"record {record_number}"
     while name in used_names:
         stem, suffix = os.path.splitext(name)
         name = f"{stem} (record {record_number}){suffix}"
     return name
 
 
-def _assign_classes(builder: TableBuilder, pairs: list["LabelTextPair"]) -> tuple[list[str], list[int]]:
-    """Gives the boxes, whose labels are numbers of `pairs`, those of their classes, and drops those that have none.
-    Returns names and ids of the classes."""
-    layout, counts = builder.layout, Counter[int]()
-    class_names, class_ids, assignments, notes = _choose_classes(pairs, layout.metadata_files, layout.root)
-    builder.notes += notes
-    first_place: dict[int, str] = {}
-    for image in builder.images:
-        boxes, image.boxes = image.boxes, []
-        for box in boxes:
-            number = int(box.label)
-            counts[number] += 1
-            first_place.setdefault(number, f"{image.location}, object {box.box_id}")
-            if assignments[number].label == NO_CLASS:
-                image.num_bad_boxes += 1
-            else:
-                image.boxes.append(Box(assignments[number].label, *box[1:]))  # `_replace` takes twice as long
-    for number, place in first_place.items():
-        if (kind := assignments[number].problem_kind) is not None:
-            builder.problems.add(kind, f"{place}: {assignments[number].description}", counts[number])
-    return class_names, class_ids
+def _make_table(
+    columns: _RecordColumns, layout: DatasetLayout, folders: list[str], notes: list[str], problems: ProblemCollector
+) -> AnnotationTable:
+    numbers = np.array(columns.numbers, np.int64).reshape(-1, 8)
+    folder_index, split, record_number, num_boxes = numbers[:, :4].T
+    image_indices = np.repeat(np.arange(len(numbers)), num_boxes)
+    offsets = np.cumsum([0, *num_boxes])
+    original_size = numbers[:, 6:].astype(np.int32)
+
+    def describe_box(box_index: int) -> str:
+        image_index = int(image_indices[box_index])
+        shard = Path(folders[folder_index[image_index]]).name
+        number = box_index - int(offsets[image_index]) + 1
+        record = f"record {record_number[image_index]} ({columns.file_names[image_index]})"
+        return f"{shard}, {record}, object {number}"
+
+    pair_index = np.array(columns.pair, np.int64)
+    _, first_boxes, counts = np.unique(pair_index, return_index=True, return_counts=True)
+    decoded = ((label, text.decode(errors="backslashreplace")) for label, text in columns.number_by_pair)
+    pairs = [LabelTextPair(label, text or None) for label, text in decoded]
+    class_names, class_ids, assignments, class_notes = _choose_classes(pairs, layout.metadata_files, layout.root)
+    for assignment, first_box, count in zip(assignments, first_boxes.tolist(), counts.tolist(), strict=True):
+        if assignment.problem_kind is not None:
+            example = f"{describe_box(first_box)}: {assignment.description}"
+            problems.add(assignment.problem_kind, example, count)
+    labels = np.array([assignment.label for assignment in assignments], np.int32)[pair_index]
+    height, width = original_size[image_indices].T.astype(np.float64)
+    x1, y1, x2, y2 = (np.array(column, np.float64) for column in columns.xyxy)
+    keep = labels != NO_CLASS
+    return AnnotationTable(
+        class_names=class_names,
+        category_ids=class_ids,
+        folders=folders,
+        folder_index=folder_index.astype(np.int32),
+        file_names=columns.file_names,
+        split=split.astype(np.int8),
+        original_size=original_size,
+        image_id=_image_ids(columns.source_id),
+        image_index=image_indices[keep],
+        boxes=np.stack((x1 * width, y1 * height, x2 * width, y2 * height), axis=1)[keep],
+        labels=labels[keep],
+        crowd=np.array(columns.crowd, np.bool_)[keep],
+        area=np.array(columns.area, np.float64)[keep],
+        box_id=(np.arange(len(image_indices)) - offsets[image_indices] + 1)[keep],
+        box_id_kind="object",
+        byte_range=np.ascontiguousarray(numbers[:, 4:6]),
+        num_bad_boxes=np.bincount(image_indices[~keep], minlength=len(numbers)),
+        notes=[*notes, *class_notes],
+    )
 
 
 def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
@@ -346,8 +386,11 @@ def _choose_classes(
         return chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes
     if names := sorted({pair.text for pair in pairs if pair.text is not None}):
         index_by_name = {name: class_index for class_index, name in enumerate(names)}
-        assignments = _assign(pairs, {}, index_by_name, "a label_map.pbtxt next to the records would name it")
-        ids = list(range(1, len(names) + 1))
+        index_by_label = _labels_of_texts(pairs, index_by_name)
+        assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
+        label_by_index = {index: label for label, index in index_by_label.items() if index is not None}
+        is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
+        ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
         return names, ids, assignments, notes
     ids = sorted({pair.label for pair in pairs if pair.label > tfrecord_bytes.BACKGROUND})
@@ -390,6 +433,17 @@ def _choose_label_map(
 def _assign_by_map(pairs: list[LabelTextPair], label_map: tfrecord_bytes.LabelMap) -> list[_Assignment]:
     index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
     return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
+
+
+def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int]) -> dict[int, int | None]:
+    """Returns label → index of the name that all boxes with the label have as their text; None if they have several."""
+    index_by_label: dict[int, int | None] = {}
+    for pair in pairs:
+        if pair.text is not None and pair.label > tfrecord_bytes.BACKGROUND:
+            class_index = index_by_name[pair.text]
+            if index_by_label.setdefault(pair.label, class_index) != class_index:
+                index_by_label[pair.label] = None
+    return index_by_label
 
 
 def _assign(

@@ -16,13 +16,27 @@ from typing import Any
 import msgspec
 
 from stoker.data.formats.csv import COLUMNS, NO_CLASS_COLUMN, read_text
-from stoker.data.formats.images import ImageLocator, TableBuilder, is_usable_name, read_json
+from stoker.data.formats.folders import recognize_files
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, is_usable_name, read_json
 from stoker.data.formats.openimages import iter_csv
 from stoker.data.formats.tables import XYXY, AnnotationTable, DatasetLayout, bound_points
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch.errors import DataError, make_error
 
+_HEAD = re.compile(rb'"(_via_\w+|shape_attributes|file_attributes)"|^#?filename[,;\t].*region_shape_attributes')
 CSV_COLUMNS = ("filename", "region_shape_attributes", "region_attributes")
+
+
+def is_via(head: bytes) -> bool:
+    return _HEAD.search(head) is not None
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """Returns the VIA data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none.
+    JSON is preferred to CSV: people export both."""
+    suffixes = (".json", ".csv") if path.is_dir() else (path.suffix.lower(),)
+    layouts = (recognize_files(path, "via", "VIA", suffix, is_via) for suffix in suffixes)
+    return next((layout for layout in layouts if layout is not None), None)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -33,7 +47,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     labels_of = _choose_class([region for _, (_, _, regions) in images for region in regions], builder)
     locators = {part: ImageLocator(layout.root, part) for part in layout.parts}
     for part, (location, written, regions) in images:
-        builder.add_located(locators[part], [written], location, split=part.split)
+        folder, name = locators[part].locate(written)
+        builder.add_image(ImageFile(folder, name, locators[part].split_index(part.split, folder)), location)
         builder.counts["image without regions, used as background"] += not regions
         for number, region in enumerate(regions, 1):
             shape = region.get("shape_attributes") if isinstance(region, dict) else None

@@ -18,7 +18,8 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from stoker.data.formats import folders
-from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder, search_below
+from stoker.data.formats.cvat import is_cvat
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder
 from stoker.data.formats.tables import (
     SPLITS,
     XYXY,
@@ -58,7 +59,7 @@ def recognize(folder: Path) -> DatasetLayout | None:
         parts = [SplitFiles(split=None, annotations=folder, image_dirs=folders.list_image_dirs(folder))]
     else:
         return None
-    return DatasetLayout("voc", description, folder, tuple(parts), tuple(notes))
+    return DatasetLayout(format="voc", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
 
 
 def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
@@ -76,7 +77,7 @@ def _iter_xml(folder: Path) -> Iterator[Path]:
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(not folders.has_format("cvat", folders.read_head(file)) for file in _iter_xml(folder))
+    return any(not is_cvat(folders.read_head(file)) for file in _iter_xml(folder))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
@@ -119,22 +120,52 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
         if "val" in lists:
             notes.append("not read: ImageSets/Main/val.txt, because trainval.txt contains its images")
             del lists["val"]
-    parts = [SplitFiles(split, annotations, image_dirs, lists[split]) for split in SPLITS if split in lists]
+    parts = [
+        SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])
+        for split in SPLITS
+        if split in lists
+    ]
     parts = parts or _make_split_parts(folder, annotations)
-    return parts or [SplitFiles(None, annotations, image_dirs)], notes
+    return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes
 
 
-def _locate(locator: ImageLocator, part: SplitFiles, file: Path, filename: str) -> tuple[Path, str]:
-    """Returns folder and name of an XML file's image, in the same subfolder of an image folder or in the folder; a
-    likely name if there is none. filename: its <filename>."""
-    subdir = file.parent.relative_to(part.annotations)
-    written_name = filename.replace("\\", "/").rpartition("/")[2]
-    written_stem = os.path.splitext(written_name)[0]
-    own_name = written_name if written_stem == file.stem else ""  # of several with the stem
-    found = locator.find(*(str(subdir / name) for name in (own_name, file.stem, written_stem) if name))
-    folder = part.image_dirs[0] / subdir
-    likely = written_name if folders.is_image_name(written_name) else f"{file.stem}.jpg"
-    return found or (folder if folder.is_dir() else part.image_dirs[0], likely)
+class _ImageLocator:
+    """The images of a part: in the same subfolder of an image folder as their annotations, or in the image folders."""
+
+    def __init__(self, part: SplitFiles, root: Path, files: list[Path]) -> None:
+        """files: the part's XML files. If the usual folders have none of their images, the folders below `root` are
+        searched, and a note tells it."""
+        self.notes: list[str] = []
+        self._part, self._root = part, root
+        self._locators: dict[Path, ImageLocator] = {}
+        probes = files[: folders.MAX_PROBES]
+        if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
+            other_dirs = tuple(
+                directory
+                for directory in folders.list_dirs_below(root)
+                if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
+            )
+            if other_dirs:
+                listed = ", ".join(str(directory.relative_to(root)) for directory in other_dirs[:3])
+                self.notes.append(f"the images of {os.path.relpath(part.annotations, root)}/ are in {listed}")
+                self._part, self._locators = replace(part, image_dirs=(*other_dirs, *part.image_dirs)), {}
+
+    def locate(self, file: Path, filename: str) -> tuple[Path, str]:
+        """Returns folder and name of an XML file's image; a likely name if there is none. filename: its <filename>."""
+        locator = self._locator_for(file)
+        written_name = filename.replace("\\", "/").rpartition("/")[2]
+        written_stem = os.path.splitext(written_name)[0]
+        own_name = written_name if written_stem == file.stem else ""  # of several with the stem
+        found = locator.find(own_name, file.stem, written_stem)
+        return found or locator.locate(written_name if folders.is_image_name(written_name) else f"{file.stem}.jpg")
+
+    def _locator_for(self, file: Path) -> ImageLocator:
+        subdir = file.parent.relative_to(self._part.annotations)
+        if subdir not in self._locators:
+            subdirs = tuple(folder / subdir for folder in self._part.image_dirs if (folder / subdir).is_dir())
+            part = replace(self._part, image_dirs=subdirs or self._part.image_dirs)
+            self._locators[subdir] = ImageLocator(self._root, part)
+        return self._locators[subdir]
 
 
 def _make_finder(annotations: Path) -> Callable[[str], Path | None]:
@@ -176,41 +207,36 @@ class _Annotation(NamedTuple):
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all XML files of a data set. Raises DataError if none can be read."""
     builder = TableBuilder(layout, problems, box_id_kind="object")
+    locators: dict[tuple[Path, tuple[Path, ...]], _ImageLocator] = {}
     parsed: dict[Path, _Annotation | None] = {}
-    locators: dict[SplitFiles, ImageLocator] = {}
     for part in layout.parts:
         files = _list_files(part, layout.root, builder.notes, problems)
-        key = replace(part, split=None, image_list=None)
+        key = part.annotations, part.image_dirs
         if key not in locators:
-            probes = [str(file.relative_to(part.annotations).with_suffix("")) for file in files[: folders.MAX_PROBES]]
-            widened, found = search_below(key, layout.root, probes)
-            locators[key] = ImageLocator(layout.root, widened)
-            if found:
-                listed = ", ".join(str(directory.relative_to(layout.root)) for directory in found[:3])
-                place = os.path.relpath(part.annotations, layout.root)
-                builder.notes.append(f"the images of {place}/ are in {listed}")
+            locators[key] = _ImageLocator(part, layout.root, files)
+            builder.notes += locators[key].notes
         for file in files:
             location = os.path.relpath(file, layout.root)
             if file not in parsed:
                 parsed[file] = _parse_file(file, location, problems)
             if (annotation := parsed[file]) is not None:
-                folder, name = _locate(locators[key], part, file, annotation.filename)
+                folder, name = locators[key].locate(file, annotation.filename)
                 image = ImageFile(folder, name, part.split_index, annotation.size)
-                builder.add_image(image, location).num_bad_boxes = annotation.num_bad_boxes
+                image_index = builder.add_image(image, location)
                 for class_name, xyxy, number in annotation.objects:
                     builder.add_box(class_name, xyxy, number)
+                builder.bad_boxes += [image_index] * annotation.num_bad_boxes
     if not builder.images:
         raise make_error(DataError, "voc-unreadable", layout.parts[0].annotations, cause=problems.describe())
     builder.drop_ambiguous_images(by_stem=True)
+    reported = set(parsed)
     for part in layout.parts:  # images that have an annotation file and are in no list of a split
         for file in _iter_xml(part.annotations):
-            if file not in parsed:
-                parsed[file] = None
-                folder, name = _locate(locators[replace(part, split=None, image_list=None)], part, file, "")
+            if file not in reported:
+                reported.add(file)
+                folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
                 problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
-    return builder.build(
-        sorted({str(box.label) for image in builder.images for box in image.boxes}), read_headers=False
-    )
+    return builder.build(sorted({str(box.label) for box in builder.boxes}), read_headers=False)
 
 
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:

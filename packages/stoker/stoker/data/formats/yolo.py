@@ -90,8 +90,14 @@ def recognize(path: Path) -> DatasetLayout | None:
         return _layout_of_definition(definition)
     for description, parts, notes in _iter_layouts(path):
         if parts and _has_rows(parts):
-            names_files = _find_names_files(path, parts)
-            return DatasetLayout("yolo", description, path, tuple(parts), tuple(notes), names_files)
+            return DatasetLayout(
+                format="yolo",
+                description=description,
+                root=path,
+                parts=tuple(parts),
+                notes=tuple(notes),
+                metadata_files=_find_names_files(path, parts),
+            )
     return None
 
 
@@ -128,9 +134,17 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
         parts += found
     if substitutions:
         notes.append(f"{file.name}: {', '.join(substitutions)}")
-    names_files = _named_file(file, definition.names) if class_names else _find_names_files(file.parent, parts)
-    description, metadata_files = f"YOLO, {file.name}", (file, *names_files)
-    return DatasetLayout("yolo", description, base_dirs[0], tuple(parts), tuple(notes), metadata_files)
+    return DatasetLayout(
+        format="yolo",
+        description=f"YOLO, {file.name}",
+        root=base_dirs[0],
+        parts=tuple(parts),
+        notes=tuple(notes),
+        metadata_files=(
+            file,
+            *(_named_file(file, definition.names) if class_names else _find_names_files(file.parent, parts)),
+        ),
+    )
 
 
 def _find_split_folder(split: str, base_dirs: Iterable[Path]) -> str | None:
@@ -270,8 +284,11 @@ _Layout = tuple[str, list[SplitFiles], list[str]]
 
 def _iter_layouts(folder: Path) -> Iterator[_Layout]:
     """Yields the possible layouts without a data.yaml."""
-    found = folders.list_split_pairs(folder)
-    pairs = [SplitFiles(split, labels, (images,)) for split, images, labels in found if _list_label_files(labels)]
+    pairs = [
+        SplitFiles(split=split, annotations=labels, image_dirs=(images,))
+        for split, images, labels in folders.list_split_pairs(folder)
+        if _list_label_files(labels)
+    ]
     if any(part.split == "train" for part in pairs):
         yield "YOLO in folders of images and of labels per split", pairs, []
     for description, parts, notes in chain(

@@ -153,11 +153,17 @@ def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> Annota
     keep = ~is_dropped
     new_index = np.cumsum(keep) - 1
     table = _keep_boxes(table, keep[table.image_index])
-    columns = ("folder_index", "split", "original_size", "image_id", "byte_range", "num_bad_boxes")
-    values = {name: getattr(table, name) for name in columns}
-    kept = {name: column[keep] for name, column in values.items() if column is not None}
-    file_names = [name for name, is_kept in zip(table.file_names, keep.tolist(), strict=True) if is_kept]
-    return replace(table, **kept, file_names=file_names, image_index=new_index[table.image_index])
+    return replace(
+        table,
+        folder_index=table.folder_index[keep],
+        file_names=[name for name, kept in zip(table.file_names, keep.tolist(), strict=True) if kept],
+        split=table.split[keep],
+        original_size=table.original_size[keep],
+        image_id=table.image_id[keep],
+        byte_range=None if table.byte_range is None else table.byte_range[keep],
+        num_bad_boxes=None if table.num_bad_boxes is None else table.num_bad_boxes[keep],
+        image_index=new_index[table.image_index],
+    )
 
 
 def drop_missing_images(
