@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from stoker.models import unset_fields
 from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
 from stoker.preflight.host import estimate_checkpoint_bytes
-from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
+from stoker.training import checkpoint, evaluator, loop, make_step, recorder, run_selection, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.local_ranks import TrainOptions
 from stoker.training.run import train
@@ -269,6 +270,12 @@ def test_an_unfinished_run_with_other_settings_is_named(run: Path, data: Path, t
     assert path is None
     assert messages == [f"runs/{unfinished.name} is unfinished and has other --lr: starting a new run; "
                         f"--resume runs/{unfinished.name} continues it"]  # fmt: skip
+    monkeypatch.setattr(run_selection, "locked", lambda _: contextlib.nullcontext(None))  # a file system without locks
+    with contextlib.ExitStack() as stack:
+        assert choose_run(changed, None, None, stack)[2] == messages
+    monkeypatch.setattr(run_selection, "locked", mock.Mock(side_effect=PermissionError))
+    with contextlib.ExitStack() as stack:
+        assert choose_run(changed, None, None, stack)[2] == []
 
 
 def test_a_run_is_continued_with_other_workers_and_the_same_result(data: Path, tmp_path: Path):

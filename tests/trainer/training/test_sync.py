@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
+from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.settings import Config, check_config, from_fields
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
@@ -26,6 +28,7 @@ from stoker.hardware.exchange_cost import (
     step_cost,
 )
 from stoker.hardware.selection import select_device
+from stoker.training import ddp
 from stoker.training.cluster import Devices
 from stoker.training.ddp import flatten, outer_step, write_flat
 from stoker.training.defaults.derive import derive
@@ -140,6 +143,12 @@ def test_tensors_are_laid_out_flat_and_back() -> None:
     write_flat(copies, flat)
     for copy, tensor in zip(copies, tensors, strict=True):
         torch.testing.assert_close(copy, tensor)
+
+
+def test_bf16_needs_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    DistributedDataParallel._check_comm_hook(mock.Mock(_log_and_throw=pytest.fail), ddp._exchange_in_bf16)
 
 
 # What an exchange costs

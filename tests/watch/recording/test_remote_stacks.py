@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import json
+import mmap
 import os
 import random
 import re
@@ -229,6 +230,13 @@ def test_a_process_of_another_user_may_not_be_read(tmp_path: Path) -> None:
 def test_the_symbol_is_where_the_linker_has_put_it() -> None:
     address = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     assert remote_stacks._find_runtime(os.getpid()) == (address, sys.version_info[:2])
+
+
+def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "Icon\r1-2 3"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        assert remote_stacks._find_runtime(os.getpid())[1] == sys.version_info[:2]
 
 
 @given(st.binary(max_size=400), st.integers(0, 200))

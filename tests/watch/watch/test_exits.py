@@ -56,6 +56,11 @@ def test_an_end_without_a_failure_or_after_it(tmp_path: Path, end: str, exit_cod
     assert reported(tmp_path, JOB.format(caught="Exception", end=end), exit_code=exit_code) == []
 
 
+def test_no_file_of_the_job_is_imported_while_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "traceback.py").write_text("print('read')\n")
+    assert "KeyError: 'acc'" in reported(tmp_path, JOB.format(caught="Exception", end="sys.exit(1)"))
+
+
 GOES_ON = """
 import sys, threading
 def leave():

@@ -489,7 +489,8 @@ def _find_runtime(pid: int) -> tuple[int, tuple[int, int]]:
     folder, is_empty = None, True
     try:
         program = os.readlink(f"/proc/{pid}/exe")
-        with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:  # a process may have 65,530 lines of 4 KiB
+        # names may have a carriage return; a process may have 65,530 lines of 4 KiB
+        with open(f"/proc/{pid}/maps", errors="surrogateescape", newline="\n") as maps:
             for line in maps:
                 is_empty, folder = False, folder or _PYTHON_FOLDER.search(line)
                 addresses, _, offset, _, _, name = [*line.rstrip("\n").split(maxsplit=5), ""][:6]

@@ -160,7 +160,8 @@ class HGNetBackbone(nn.Module):
         pad_and_fold(self.body)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        x, maps = self.body["stem"](images), list[Tensor]()
+        x = self.body["stem"](images)
+        maps: list[Tensor] = []
         for stage in self.body["stages"]:  # type: ignore[attr-defined]
             x = stage(x)
             maps = [*maps, x][-self.num_maps :]

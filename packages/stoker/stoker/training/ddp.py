@@ -94,7 +94,7 @@ class Ddp(_Replicas):
             )
         self.loss_fn = self._ddp
         if not self._is_exact:
-            self._ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self._ddp.register_comm_hook(None, _exchange_in_bf16)
 
     def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
@@ -156,7 +156,7 @@ class Periodic(_Replicas):
     def _load(self, state: dict[str, Any] | None) -> None:
         """Restores the outer optimizer; None: starts from the weights."""
         weights = flatten(self.optimizer.weights())
-        if state is None or state["anchor"].shape != weights.shape:
+        if state is None or "anchor" not in state or state["anchor"].shape != weights.shape:
             self._anchor, self._momentum = weights, torch.zeros_like(weights)
         else:
             self._anchor = state["anchor"].to(weights, copy=True)
@@ -166,6 +166,11 @@ class Periodic(_Replicas):
         """Replaces a tensor by its mean over the ranks."""
         dist.all_reduce(own)
         return own.div_(self.ranks.world_size)
+
+
+def _exchange_in_bf16(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """torch's hook under another name: by its own, DistributedDataParallel refuses it without NCCL, though gloo can."""
+    return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
 
 
 class _Losses(nn.Module):

@@ -16,7 +16,6 @@ import msgspec
 from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.training.supervisor import read_restart
-from stoker_watch.diagnosis.termination import is_held
 from stoker_watch.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker_watch.recording.telemetry.environment import describe
 from stoker_watch.runs import records
@@ -71,7 +70,7 @@ def choose_run(
         except ConfigError:  # of another version
             continue
         if changed := _changed(before, now):
-            is_free = before.get("data") == now.get("data") and not is_finished(path) and not is_held(path)
+            is_free = before.get("data") == now.get("data") and not is_finished(path) and _is_free(path)
             if is_free and not others:
                 flags = ", ".join(f"--{flag_of(name)}" for name in changed)
                 others.append(
@@ -155,6 +154,13 @@ def _difference(path: Path, user_config: Config) -> str | None:
 def _changed(started: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings that only one of the two has, or that differ."""
     return [name for name in {**started, **now} if started.get(name) != now.get(name)]
+
+
+def _is_free(path: Path) -> bool:
+    """Whether a run can be written, and no other process is known to train it."""
+    with contextlib.suppress(OSError), locked(path) as acquired:
+        return acquired is not False
+    return False
 
 
 def _refuse_run_of_this_command(path: Path) -> None:

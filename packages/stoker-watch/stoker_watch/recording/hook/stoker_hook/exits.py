@@ -77,9 +77,6 @@ def _note(status: "Any") -> None:
 
 def _describe(error: BaseException) -> "Iterator[str]":
     """Lines as Python prints them, the first error of the chain first."""
-    from collections import deque
-    from traceback import walk_tb
-
     chain = [error]
     while len(chain) < MAX_CHAINED:
         last = chain[-1]
@@ -91,8 +88,13 @@ def _describe(error: BaseException) -> "Iterator[str]":
         if number:
             yield from ("", "During handling of the above exception, another exception occurred:", "")
         yield "Traceback (most recent call last):"
-        for frame, line in deque(walk_tb(each.__traceback__), maxlen=MAX_FRAMES):
-            code = frame.f_code
+        frames = []
+        entry = each.__traceback__
+        while entry is not None:  # `traceback` may be a file of the job
+            frames.append((entry.tb_frame.f_code, entry.tb_lineno))
+            del frames[:-MAX_FRAMES]
+            entry = entry.tb_next
+        for code, line in frames:
             yield ('  File "%s", line %d, in %s' % (code.co_filename, line, code.co_name))[:MAX_CHARS]  # noqa: UP031
         name, module = type(each).__qualname__, type(each).__module__
         text = (name if module in ("builtins", "__main__") else module + "." + name) + ": " + str(each)

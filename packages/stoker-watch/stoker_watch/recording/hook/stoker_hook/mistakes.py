@@ -331,8 +331,8 @@ class MistakeFinder:
 
 
 def _place_of(optimizer: "Any") -> str:
-    """The line that made it."""
-    return str(vars(optimizer).get(PLACE_ATTR, ""))
+    """The line that made it; empty: not known, or the optimizer is gone."""
+    return "" if optimizer is None else str(vars(optimizer).get(PLACE_ATTR, ""))
 
 
 def _python_aids() -> "dict[str, bool]":

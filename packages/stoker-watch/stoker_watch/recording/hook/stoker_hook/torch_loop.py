@@ -126,14 +126,16 @@ def patch_optimizers(module: "Any") -> None:
 def _read_groups(groups: "Any") -> "tuple[Any, bool, int]":
     """(highest learning rate, None: not numbers of Python; whether a parameter has a gradient; what tells parameters of
     optimizers apart). A frozen group may have the rate 0; loading a state replaces groups, not parameters."""
+    lr, parameters = None, 0
     try:
         rates = [rate for group in groups if isinstance(rate := group.get("lr"), (int, float))]
         lr = max(rates) if len(rates) == len(groups) else None
-        has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
         first = groups[0]["params"]
-        return lr, has_gradients, id(first[0]) if first else 0
-    except Exception:  # noqa: BLE001 (an optimizer whose groups are others than torch's)
-        return None, True, 0
+        parameters = id(first[0]) if first else 0
+        has_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
+    except Exception:  # noqa: BLE001 (an optimizer whose groups or parameters are others than torch's)
+        return lr, True, parameters
+    return lr, has_gradients, parameters
 
 
 def patch_backward(module: "Any") -> None:
