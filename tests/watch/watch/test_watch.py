@@ -369,6 +369,23 @@ def test_a_run_is_named_after_its_job(command: list[str], name: str) -> None:
     assert job_name(command) == name
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- 2>&-"])
+def test_the_run_is_held_after_a_kill_although_descriptors_were_closed(closed: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "end")
+    job = ["sh", "-c", "touch begun; read -r _ <end"]
+    with subprocess.Popen(["sh", "-c", f'exec "$@" {closed}', "sh", *WATCH, *job], cwd=tmp_path) as process:
+        wait_until((tmp_path / "begun").exists)
+        process.kill()
+    assert is_held(tmp_path / "run")
+    (tmp_path / "end").write_text("")
+    wait_until(lambda: not is_held(tmp_path / "run"))
+
+
+def test_the_relay_that_is_left_to_itself_is_no_warning(tmp_path: Path) -> None:
+    done = watched(["true"], tmp_path, env={**os.environ, "PYTHONWARNINGS": "default"})
+    assert b"ResourceWarning" not in done.stderr
+
+
 @pytest.mark.slow
 def test_one_stream_for_stdout_and_stderr_keeps_the_order(tmp_path: Path) -> None:
     code = "import os\nfor n in range(200): os.write(1 + n % 2, b'%d\\n' % n)"

@@ -110,9 +110,10 @@ def watch(
         done_fd, done_write_fd = os.pipe()
         log = folder.path / OUTPUT
         try:
-            relays = [_start_relay(source, targets[0], log, lock, done_write_fd) for source, _, targets in streams]
+            for source, _, targets in streams:
+                _start_relay(source, targets[0], log, lock, done_write_fd)
             os.close(done_write_fd)
-            if any(not os.read(done_fd, 1) for _ in relays):
+            if any(not os.read(done_fd, 1) for _ in streams):
                 raise StorageError("The relay of the job's output did not start.", location=output_relay.__file__)
             # after the mask: its threads must not take signals that are for the job
             stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids)))
@@ -183,12 +184,18 @@ def _streams() -> list[Stream]:
     return [stream for _, stream in streams]
 
 
-def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> subprocess.Popen[bytes]:
+def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
     """In a new interpreter, by vfork: independent of the threads and the size of this process. It holds the lock, too;
     signals are blocked, as here, until it ignores them."""
-    argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute()), str(done_write_fd)]
-    passed = (lock, done_write_fd)
-    return subprocess.Popen(argv, stdin=source, stdout=target, stderr=subprocess.DEVNULL, pass_fds=passed)
+    # copies, as these may be 0 to 2 (stdin was closed at the start), where the relay gets other files
+    passed = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (lock, done_write_fd)]
+    argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute()), str(passed[1])]
+    try:
+        relay = subprocess.Popen(argv, stdin=source, stdout=target, stderr=subprocess.DEVNULL, pass_fds=passed)
+    finally:
+        for fd in passed:
+            os.close(fd)
+    relay.returncode = 0  # it may outlive the watcher, and nothing waits for it: no ResourceWarning
 
 
 def _start_job(
