@@ -49,6 +49,15 @@ def test_a_window_is_spread_over_its_bars() -> None:
     assert fractions.fractions == {"compute": [0, 0, 0.25], "eval": [1, 1, 0.5], "idle": [0, 0, 0.25]}
 
 
+def test_a_window_without_length_is_in_one_bar() -> None:
+    bins = FractionBins(width=1.0)
+    bins.add(1.5, 1.5, {"eval": 2.0})
+    bins.add(-5.0, -3.0, {"compute": 1.0})  # clocks may be set back
+    fractions = bins.fraction_series()
+    assert fractions.x == [0, 1]
+    assert fractions.fractions == {"compute": [1, 0], "eval": [0, 1]}
+
+
 def test_a_gap_interrupts_the_curve() -> None:
     bins = Bins()
     for x in (1, 2, 3, 500, 501):

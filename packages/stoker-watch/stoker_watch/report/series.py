@@ -124,7 +124,8 @@ class FractionBins:
         start, stop = max(0.0, start), max(0.0, stop)
         while (stop - start) / self._width > self._max_bins:
             self._merge_bins()
-        for key, fraction in split_by_interval(start, stop, self._width):
+        whole = [(int(start // self._width), 1.0)]
+        for key, fraction in split_by_interval(start, stop, self._width) if stop > start else whole:
             self._bins.setdefault(key, Counter()).update({n: amount * fraction for n, amount in amounts.items()})
         while len(self._bins) > self._max_bins:
             self._merge_bins()
