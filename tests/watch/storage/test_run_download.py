@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -28,7 +29,7 @@ from stoker_watch.runs.records import (
 )
 from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.storage.lease import acquire
-from stoker_watch.storage.store import download, open_store
+from stoker_watch.storage.store import ETAGS_FILE, download, fetch_files, open_store
 from stoker_watch.storage.uri import (
     LEASE_FILE,
     URI_FILE,
@@ -163,6 +164,50 @@ def test_weights_are_best_else_final_else_newest_checkpoint(uri: StorageUri):
     assert (fetch_run(uri, weights=True) / BEST).read_bytes() == b"best"
     open_store(uri).delete(uri.child(BEST).key)
     assert not (fetch_run(uri, weights=True) / BEST).exists()
+
+
+def test_a_named_file_needs_no_permission_to_list(google: Server, monkeypatch: pytest.MonkeyPatch):
+    served = google.bucket()
+    apply(monkeypatch, served.environment)
+    uri = parse_uri(f"{served.uri}/runs/x")
+    write(uri, EVENTS, b"")
+    write(uri, CONFIG, b"")
+    begin = len(google.objects.requests)
+    assert (fetch_files(uri, (CONFIG,)) / CONFIG).exists()
+    assert all(uri.key in unquote(line) for line in google.objects.requests[begin:]), "a listing has no key"
+
+
+def test_a_file_that_the_bucket_does_not_have_is_removed(uri: StorageUri):
+    write(uri, EVENTS, b"")
+    (fetch_run(uri) / CONFIG).write_text("left by an older version")
+    assert not (fetch_run(uri) / CONFIG).exists()
+
+
+@pytest.mark.parametrize("fetched_before", [False, True])
+def test_a_checkpoint_that_is_deleted_after_the_listing(
+    fetched_before: bool, google: Server, monkeypatch: pytest.MonkeyPatch
+):
+    """The next one is downloaded instead."""
+    with google.bucket().through() as (served, proxy):
+        apply(monkeypatch, served.environment)
+        uri = parse_uri(f"{served.uri}/runs/x")
+        older, newer = (f"checkpoints/step-{step:08d}/weights.safetensors" for step in (5, 10))
+        write(uri, EVENTS, b"")
+        write(uri, older, b"5")
+        write(uri, newer, b"10")
+        if fetched_before:
+            fetch_run(uri, weights=True)
+            write(uri, newer, b"ten")
+
+        def delete(_number: int, method: str, path: str) -> None:
+            if method == "GET" and newer in unquote(path):
+                google.objects.buckets[uri.bucket].pop(uri.child(newer).key, None)
+
+        proxy.conditions = Conditions(plan=delete)
+        folder = fetch_run(uri, weights=True)
+    assert (folder / older).read_bytes() == b"5"
+    assert not (folder / newer).exists()
+    assert newer not in (folder / ETAGS_FILE).read_text()
 
 
 def test_file_replaced_during_download_is_downloaded_again(

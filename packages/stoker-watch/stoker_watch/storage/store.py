@@ -344,8 +344,8 @@ def has_all_events(folder: Path, remote_events: bytes) -> bool:
 
 def fetch_files(uri: StorageUri, names: Iterable[str], *, first_of: Iterable[str] = ()) -> Path:
     """A local folder with the files of the run that fit one of the patterns `names`, and the last file of the first
-    pattern of `first_of` that has any. Files that have not changed since the last download are not downloaded again.
-    Raises UsageError when there is no run, StorageError."""
+    pattern of `first_of` that has any; without those that the bucket does not have. Files that have not changed since
+    the last download are not downloaded again. Raises UsageError when there is no run, StorageError."""
     store = open_store(uri)
     try:
         remote_events = store.read(uri.child(EVENT_LOG).key)
@@ -359,20 +359,39 @@ def fetch_files(uri: StorageUri, names: Iterable[str], *, first_of: Iterable[str
     write_atomic(folder / URI_FILE, str(uri).encode())
     etags_path = folder / ETAGS_FILE
     fetched: dict[str, str | None] = json.loads(etags_path.read_bytes()) if etags_path.exists() else {}
-    etags = {info.key.removeprefix(f"{uri.key}/"): info.etag for info in store.list(uri.key)}
-    for name in fetched.keys() - etags.keys():
-        (folder / name).unlink(missing_ok=True)
-        del fetched[name]
-    wanted = {name for pattern in names for name in fnmatch.filter(etags, pattern)}
-    wanted |= set(next(filter(None, (sorted(fnmatch.filter(etags, pattern))[-1:] for pattern in first_of)), []))
-    for name in wanted:
-        is_same = etags[name] is not None and etags[name] == fetched.get(name)
-        if not (is_same and (folder / name).is_file()):
-            with contextlib.suppress(ObjectMissing):  # removed after the listing
-                download(store, uri.child(name).key, folder / name)
-            fetched[name] = etags[name]
+    for pattern in names:
+        for name in _matching_names(store, uri, pattern, fetched):
+            _update_file(store, uri, folder, name, fetched)
+    candidates = (name for pattern in first_of for name in _matching_names(store, uri, pattern, fetched))
+    for name in candidates:
+        if _update_file(store, uri, folder, name, fetched):
+            break
     write_atomic(etags_path, json.dumps(fetched).encode())
     return folder
+
+
+def _matching_names(store: Store, uri: StorageUri, pattern: str, fetched: Iterable[str]) -> list[str]:
+    """A name itself: permission to read does not include permission to list. Of a pattern (with * after its folder) the
+    names in the bucket and those downloaded before, the last one first."""
+    if "*" not in pattern:
+        return [pattern]
+    folder = os.path.dirname(pattern)
+    listed = {f"{folder}/{name}" for name in list_keys(store, uri.child(folder))}
+    return sorted(fnmatch.filter(listed.union(fetched), pattern), reverse=True)
+
+
+def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
+    """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
+    target, key = folder / name, uri.child(name).key
+    if (info := store.stat(key)) is not None:
+        if target.is_file() and info.etag is not None and etags.get(name) == info.etag:
+            return True
+        with contextlib.suppress(ObjectMissing):  # removed after `stat`
+            etags[name] = download(store, key, target).etag
+            return True
+    target.unlink(missing_ok=True)
+    etags.pop(name, None)
+    return False
 
 
 def not_a_run_error(uri: StorageUri) -> UsageError:
