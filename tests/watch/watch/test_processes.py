@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from stoker_watch.watch.recorder import JobProcesses
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
-def reader(code: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+def reader(code: str, folder: Path, *words: str, prefix: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
     """A process that says `ready` and then waits for its stdin's end."""
-    process = subprocess.Popen([sys.executable, "-S", "-c", code + "\nimport sys\nprint('ready', flush=True)\n"
+    process = subprocess.Popen([*prefix, sys.executable, "-S", "-c", code + "\nimport sys\nprint('ready', flush=True)\n"
                                 "sys.stdin.read()", *words], cwd=folder, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE)  # fmt: skip
     assert process.stdout is not None
@@ -56,6 +57,21 @@ def test_empty_inputs_are_those_that_are_read(tmp_path: Path) -> None:
     assert tree.empty_inputs() == []
     job.communicate()
     assert tree.empty_inputs() == []
+
+
+def test_an_input_that_is_empty_only_for_the_watcher_is_not_empty(tmp_path: Path) -> None:
+    """The job reads another file at the same path in its mount namespace."""
+    (tmp_path / "a").touch()
+    (tmp_path / "full").write_text("x")
+    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount --bind full a && exec "$@"', "sh"]
+    if subprocess.run([*unshare, "true"], cwd=tmp_path, check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    job = reader("a = open('a')", tmp_path, prefix=unshare)
+    tree = JobProcesses(job.pid)
+    tree.poll()
+    tree.poll()
+    assert tree.empty_inputs() == []
+    job.communicate()
 
 
 def test_kills_are_counted_where_the_kernel_counts(tmp_path: Path) -> None:

@@ -399,14 +399,14 @@ def _empty_inputs(pid: int) -> list[str]:
             with contextlib.suppress(OSError):
                 fd_path = Path(f"/proc/{pid}/fd/{fd}")
                 path, is_written = os.readlink(fd_path), fd_path.lstat().st_mode & stat.S_IWUSR
-                if not is_written and not _NOT_INPUT.search(path) and _is_empty(path):
+                if not is_written and not _NOT_INPUT.search(path) and _is_empty(fd_path):
                     paths.append(path)
     return paths
 
 
-def _is_empty(path: str) -> bool:
+def _is_empty(path: str | Path) -> bool:
     try:
         file_status = os.stat(path)
     except OSError:  # removed, or in another mount namespace
         return False
-    return stat.S_ISREG(file_status.st_mode) and file_status.st_size == 0
+    return stat.S_ISREG(file_status.st_mode) and file_status.st_size == 0 and file_status.st_nlink > 0
