@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -360,14 +361,27 @@ def test_a_cache_takes_no_more_than_it_may(index: Index) -> None:
     assert "its limit" in messages[0]
 
 
-def test_some_of_the_disk_is_left_free(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixel_cache, "RESERVE_FRACTION", 1.01)
+@pytest.mark.parametrize(
+    ("num_blocks", "free_bytes", "is_kept"),
+    [
+        (2**31, 2**31 + 2**20, True),  # 8 TiB: not more than 2 GiB stays free
+        (2**31, 2**31 + 2**12, False),  # not with the image
+        (2**20, 2**30 // 5, False),  # 4 GiB: 5 %
+        (2**20, 2**30 // 5 + 2**20, True),
+        (0, 0, True),  # memory
+    ],
+)
+def test_some_of_the_disk_is_left_free(
+    num_blocks: int, free_bytes: int, is_kept: bool, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_blocks=num_blocks, f_bavail=free_bytes // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
     messages: list[str] = []
     handle = open_cache_file(cache_file_path(index, SPEC))
     cache = PixelCache(index, SPEC, handle, max_bytes=PLENTY, on_error=messages.append)
     fill(cache, index)
-    assert cache_file_path(index, SPEC).stat().st_blocks == 0
-    assert "nearly full" in messages[0]
+    assert (cache_file_path(index, SPEC).stat().st_blocks > 0) == is_kept
+    assert is_kept or "nearly full" in messages[0]
 
 
 def test_a_slow_write_is_followed_by_a_pause(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

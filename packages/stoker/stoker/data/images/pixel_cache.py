@@ -60,8 +60,8 @@ MIN_DECODE_S = 2e-4
 DECODE_S_PER_PIXEL, OUTPUT_S_PER_PIXEL = 1.3e-9, 2.0e-9
 """libjpeg-turbo's time per pixel of the file (entropy decoding) and per pixel after DCT scaling: 1.0 ms for 640 × 480,
 17 ms for 4,000 × 3,000 at a quarter of the size (`benchmarks/loading/cache.py`)."""
-RESERVE_FRACTION = 0.01
-"""Of a disk, what stays free, for example for checkpoints."""
+RESERVE_FRACTION, MAX_RESERVE_BYTES = 0.05, 2 << 30
+"""What stays free on the disk, for example for checkpoints: this fraction of it, at most so many bytes."""
 NETWORK_FILE_SYSTEMS = (
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse",
 )  # fmt: skip
@@ -240,8 +240,10 @@ class PixelCache:
 
     def _has_room(self, fd: int, num_bytes: int) -> bool:
         disk = os.fstatvfs(fd)
-        is_nearly_full = disk.f_bavail < RESERVE_FRACTION * disk.f_blocks  # of memory, both are 0
-        return not is_nearly_full and os.fstat(fd).st_blocks * 512 + num_bytes <= self._max_bytes
+        reserve_bytes = min(MAX_RESERVE_BYTES, int(RESERVE_FRACTION * disk.f_blocks * disk.f_frsize))
+        if reserve_bytes and disk.f_bavail * disk.f_frsize < reserve_bytes + num_bytes:  # of memory, both are 0
+            return False
+        return os.fstat(fd).st_blocks * 512 + num_bytes <= self._max_bytes
 
     def _disable_writes(self, reason: str) -> None:
         self.stop_filling(f"the cache of decoded images is no longer filled: {reason}")
