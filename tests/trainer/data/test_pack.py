@@ -277,7 +277,14 @@ def test_lost_and_truncated_shards_are_made_again_and_no_others(
     (out / "train-00001.tar").unlink()
     (out / "val-00000.tar").write_bytes((out / "val-00000.tar").read_bytes()[:-512])
     (out / ".train-00001.tar.12.tmp").write_bytes(b"half")
+    others = (out / ".notes.tmp", out / "mine" / ".a.tmp")
+    others[1].parent.mkdir()
+    for other in others:
+        other.write_bytes(b"not of a pack")
     result = packed(source, out)
+    for other in others:
+        other.unlink()
+    others[1].parent.rmdir()
     assert (result.was_packed, result.num_kept, len(result.info.shards)) == (False, len(before) - 1 - len(lost), 4)
     assert tree(out) == before
     assert {name for name in before if (out / name).stat().st_mtime_ns != kept[name]} == lost

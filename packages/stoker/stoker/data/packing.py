@@ -245,7 +245,7 @@ def pack(
     _require_free(destination, plan, sizes)
     with destination.locked():
         destination.write(PLAN_FILE, _plan_text(plan))
-        _delete_temporary_files(destination, sizes)
+        _delete_temporary_files(destination, plan, sizes)
         records = _finished_records(destination, plan, sizes)
         num_kept, num_done = len(records), sum(len(r.images) + len(r.skipped) for r in records.values())
         progress(num_done, len(index))
@@ -448,7 +448,7 @@ def _complete(
         raise _other_bytes(destination, min(lost - {shard.name for shard in planned}))
     if lost:
         with destination.locked():
-            _delete_temporary_files(destination, sizes)
+            _delete_temporary_files(destination, plan, sizes)
             for record in run_shards(index, plan, planned, destination):
                 name = record.shard.name
                 destination.delete(_record_name(name))
@@ -503,10 +503,12 @@ def _finished_records(destination: Destination, plan: PackPlan, sizes: dict[str,
     return {record.shard.name: record for record in records if record is not None}
 
 
-def _delete_temporary_files(destination: Destination, sizes: dict[str, int]) -> None:
+def _delete_temporary_files(destination: Destination, plan: PackPlan, sizes: dict[str, int]) -> None:
     """Deletes what `write_atomic` had begun when the process was killed."""
+    prefixes = tuple(f".{name}." for name in (*(shard.name for shard in plan.shards), INDEX_FILE))
     for name in sizes:
-        if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp"):
+        file = name.rpartition("/")[2]
+        if file.endswith(".tmp") and (file.startswith(prefixes) or name.startswith(f"{WORK_DIR}/")):
             destination.delete(name)
 
 
