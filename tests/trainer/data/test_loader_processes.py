@@ -194,14 +194,17 @@ def test_memory_is_used_again(index, processes):
     assert len(layouts) == len(set(layouts))
 
 
-def test_a_closed_stream_is_gone_from_the_processes(index, processes):
-    def num_maps():
-        return [Path(f"/proc/{pid}/maps").read_text().count("stoker-index") for pid in processes.pids]
-
-    stream(index, 2)
-    deadline_s = time.monotonic() + 60
-    while any(num_maps()):
+def wait_until_gone(pids):
+    """Until the processes have no stream any more."""
+    deadline_s = time.monotonic() + 20
+    while any("stoker-index" in Path(f"/proc/{pid}/maps").read_text() for pid in pids):
         assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_closed_stream_is_gone_from_the_processes(index, processes):
+    stream(index, 2)
+    wait_until_gone(processes.pids)
 
 
 # Errors and ends.
@@ -253,6 +256,17 @@ def test_a_process_killed_before_it_has_started_is_named(index):
     os.kill(mine.pids[0], signal.SIGKILL)
     with pytest.raises(StokerError, match="SIGKILL"), make(index, processes=mine) as loader:
         take(loader, 99)
+    mine.close()
+
+
+def test_the_others_hear_of_an_end_where_one_was_killed(index):
+    mine = WorkerProcesses(2, CPU)
+    loader = make(index, processes=mine)
+    take(loader, 2)
+    os.kill(mine.pids[0], signal.SIGKILL)
+    mine._children[0].wait()
+    loader.close()
+    wait_until_gone([mine.pids[1]])
     mine.close()
 
 

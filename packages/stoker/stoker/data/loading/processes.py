@@ -335,8 +335,8 @@ class ProcessPool:
         """Asks the processes to drop what they have not begun. Does not wait."""
         if not self.stopped:
             self.stopped = True
-            with contextlib.suppress(StokerError):  # one that has died has stopped, too
-                for process in range(self._processes.count):
+            for process in range(self._processes.count):
+                with contextlib.suppress(StokerError):  # one that has died has stopped, too
                     self._processes.send(process, "stop", self._number)
 
     def join(self) -> None:
@@ -354,11 +354,11 @@ class ProcessPool:
         """Ends the stream in all processes, after `join`. Its memory is used again where none of them writes to it."""
         if self._is_open:
             self._is_open = False
-            with contextlib.suppress(StokerError, OSError):  # one has died, or all were closed
-                for process in range(self._processes.count):
+            for process in range(self._processes.count):
+                with contextlib.suppress(StokerError, OSError):  # it has died, or all were closed
                     self._processes.send(process, "close", self._number)
-                if self.is_idle:
-                    self._processes.release(self.ring)
+            if self.is_idle:
+                self._processes.release(self.ring)
 
 
 def save_payload(payload: dict[str, Any]) -> tuple[int, list[tuple[int, int]]]:
