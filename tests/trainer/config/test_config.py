@@ -185,3 +185,21 @@ def test_epochs_are_a_number_or_its_text(epochs: object, length: str | None) -> 
 def test_a_number_of_queries_is_positive(queries: int) -> None:
     with pytest.raises(ConfigError, match="queries"):
         check_config(from_fields({"queries": queries, "model": "dfine_n"}))
+
+
+def test_a_setting_that_every_run_of_earlier_commits_has_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[run]\nbatch_size = 4\nstages = 1\n[reasons]\nstages = "one device"\n')
+    config, reasons = from_toml(file)
+    assert (config.run.batch_size, reasons) == (4, {})
+    file.write_text("[run]\nstages = 2\n")
+    with pytest.raises(ConfigError, match="stages"):
+        from_toml(file)
+
+
+def test_the_line_is_that_of_the_section(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[reasons]\nbatch_size = "small"\n[optim]\nlr = 0.1\n[data]\nlr = 0.2\n')
+    with pytest.raises(ConfigError) as caught:
+        from_toml(file)
+    assert str(caught.value.location) == f"{file}:6"

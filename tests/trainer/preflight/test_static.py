@@ -760,3 +760,18 @@ def test_a_cache_after_an_order_that_does_not_change(steps: str, tmp_path: Path)
         f"data = {steps}\nmodel = tf.keras.Sequential()\nmodel.fit(data, epochs=3)\n"
     )
     assert "cache_freezes_randomness" not in ids(check_files(tmp_path, {"train.py": text}))
+
+
+def test_each_file_of_requirements_has_limits_of_its_own(tmp_path: Path) -> None:
+    many = "".join(f"package{number}==1.0\n" for number in range(1500))
+    docker = "FROM python:3.11\nCOPY a.txt b.txt ./\nRUN pip install -r a.txt\nRUN pip install -r b.txt\n"
+    files = {"Dockerfile": docker, "a.txt": many, "b.txt": many + "torch==2.1.0\ntorchvision==0.10\n"}
+    assert "torchvision_mismatch" in ids(check_files(tmp_path, files, ("Dockerfile",)))
+
+
+def test_a_file_that_two_others_include_counts_in_both(tmp_path: Path) -> None:
+    docker = "FROM python:3.11\nCOPY . ./\nRUN pip install -r one.txt\n"
+    docker += "RUN pip install torch==2.2.0\nRUN pip install -r two.txt\n"
+    common = "torch==2.1.0\ntorchvision==0.16.0\n"
+    files = {"Dockerfile": docker, "one.txt": "-r common.txt\n", "two.txt": "-r common.txt\n", "common.txt": common}
+    assert "torchvision_mismatch" not in ids(check_files(tmp_path, files, ("Dockerfile",)))

@@ -302,6 +302,9 @@ def read_user_toml(path: Path, what: str, **advice: str) -> tuple[str, dict[str,
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
     text, tables = read_user_toml(path, "The configuration file")
+    if tables.get("run", {}).get("stages") == 1:  # a setting of earlier commits, which wrote it into each run
+        del tables["run"]["stages"]
+        tables.get("reasons", {}).pop("stages", None)
     for name, value in tables.items():
         if name not in (*SECTIONS, "reasons") or not isinstance(value, dict):
             raise _misplaced(path, text, "", name, value)
@@ -315,7 +318,7 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
 
 def _misplaced(path: Path, text: str, section: str, key: str, value: Any) -> ConfigError:
     """The error of a key that a section does not have. section: empty above the first one."""
-    location = _locate(path, text, key)
+    location = _locate(path, text, section, key)
     if not section and key in (*SECTIONS, "reasons") and (key not in SECTION_OF or isinstance(value, list)):
         return ConfigError(f"{key!r} is a section.", location=location, fix=f"write [{key}] in a line of its own")
     if not section and isinstance(value, dict):
@@ -354,11 +357,18 @@ def _find_meant(key: str, value: Any) -> tuple[str, Any, bool]:
     return nearest(key, SECTION_OF) or "", value, True
 
 
-def _locate(path: Path, text: str, key: str) -> str:
-    """`file:line` of a key or a section, as far as plain lines tell; else the file."""
-    pattern = re.compile(rf"\s*(\[\s*|\w+\s*\.\s*)?[\"']?{re.escape(key)}[\"']?\s*[]=.]")
-    number = next((n for n, line in enumerate(text.splitlines(), 1) if pattern.match(line)), None)
-    return str(path) if number is None else f"{path}:{number}"
+def _locate(path: Path, text: str, section: str, key: str) -> str:
+    """`file:line` of a key, as far as plain lines tell; else the file."""
+    inside = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
+            inside = header[1].strip("\"'")
+        of_key = re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line)
+        of_section = rf"\s*{re.escape(section)}\s*\.\s*{re.escape(key)}\s*="
+        is_here = bool(of_key) and inside == section
+        if is_here or (not section and header and inside == key) or (section and re.match(of_section, line)):
+            return f"{path}:{number}"
+    return str(path)
 
 
 class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -425,7 +435,7 @@ def _convert(tables: dict[str, dict[str, Any]], path: Path | None, text: str = "
         example = _EXAMPLES.get(valid[0]) if path else None
         raise ConfigError(
             f"--{flag_of(name)} {tables[section][name]!r} is of the wrong kind.",
-            location=None if path is None else _locate(path, text, name),
+            location=None if path is None else _locate(path, text, section, name),
             choices=valid,
             fix=example and f"{name} = {example}",
         ) from error

@@ -23,7 +23,7 @@ def refuse_settings(config: Config, devices: Devices, *, sees_files: bool) -> No
     they see the files of this machine. Raises ConfigError, PreflightError."""
     run, weights = config.run, config.model.weights
     check_user_settings(config, None, _device_called(run.device or "cuda"), devices)
-    if config.model.model is not None and (sees_files or not config.model.model.endswith(".toml")):
+    if config.model.model is not None:
         _check_model(config)
     is_file = weights not in (None, *PRETRAINED_NAMES, "none") and not is_uri(weights)
     if sees_files and is_file and not (path := local_path(weights)).exists():

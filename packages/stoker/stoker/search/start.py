@@ -31,6 +31,7 @@ from stoker.search.study import PRUNERS, RUNGS, Study, StudySpec, best_trials, c
 from stoker.search.worker import describe, trial_config
 from stoker.training.run_selection import with_absolute_paths
 from stoker.training.start import resolve_run
+from stoker.training.state import IntervalTrigger
 from stoker.training.supervisor import handling_signals
 from stoker_watch import regular_files
 from stoker_watch.durations import Duration, parse_duration
@@ -153,9 +154,13 @@ def _evaluations(config: Config, derived: Config, num_images: int, pruner: str) 
             cause="a pruner compares trials after the same part of their length",
             fix="leave out --eval-every, or --pruner none",
         )
-    size = {"minutes": 1, "epochs": num_images, "steps": derived.run.batch_size}
-    amount, every_amount = (one.value * size[one.unit] for one in (length, every))
-    count = math.ceil(amount / every_amount - 1e-3) if every_amount else 1
+    if every.unit == length.unit:
+        amount, every_amount = length.value, every.value
+    else:  # in steps, as training counts them
+        batch = derived.run.batch_size
+        amount = length.value * (num_images / batch if length.unit == "epochs" else 1)
+        every_amount = max(1, IntervalTrigger(every, num_images, batch).interval_steps)
+    count = math.ceil(amount / every_amount - 1e-3) if every.value else 1
     if count < 3:
         what = f"A trial has {fmt.plural(count, 'evaluation')}: too few to prune."
         raise ConfigError(what, fix="a shorter --eval-every, none at all, or --pruner none")

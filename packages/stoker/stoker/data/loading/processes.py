@@ -308,6 +308,7 @@ class ProcessPool:
         """Returns when a batch is loaded or the pool was stopped. Raises as `collect`."""
         while batch_task.num_missing and not self.stopped:
             self.collect(POLL_INTERVAL_S)
+            self.stopped = self.stopped or not self._is_open  # another thread closed it while this one started it
 
     def apply(self, process: int, report: str, *arguments: Any) -> None:
         if report == "loaded":

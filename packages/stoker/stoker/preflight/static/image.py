@@ -337,6 +337,16 @@ class Image(Requested):
             if number is not None:
                 self.cudnns.append(Cuda(number, package.place, package.text))
 
+    def read(self, path: Path, name: str, options: Options) -> None:
+        """A file counts as a whole or, if it is refused, not at all: the limits are those of each file."""
+        self.read_files.add(path.resolve())
+        asked = Requested()
+        asked.read(path, name, options)
+        for package in asked.packages:
+            self.add(package)
+        self.python = self.python or asked.python
+        self.missing += asked.missing
+
 
 def _keeps(current: Package, later: Package) -> bool:
     """Whether pip leaves what is installed."""

@@ -76,8 +76,9 @@ class Source:
                 self.functions.setdefault(node.name, []).append(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 self._assign(node, node.value)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
+        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        for imported in sorted(imports, key=lambda node: node.lineno):
+            self._import(imported)
         for assignments in self.assigned.values():
             assignments.sort(key=lambda assignment: assignment.statement.lineno)
         self.parameters = {node.arg for node in self.nodes if isinstance(node, ast.arg)}
