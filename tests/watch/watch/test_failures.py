@@ -186,7 +186,7 @@ def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatc
     size = -1
     while size != (size := log.stat().st_size):
         time.sleep(0.5)
-    time.sleep(3.5)  # the time that it stands is what is looked for
+    time.sleep(7.0)  # the time that it stands is what is looked for
     watched.kill(signal.SIGKILL)
     watched.end()
     assert first(watched.folder).id == "killed", "too short to say so"

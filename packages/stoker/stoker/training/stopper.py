@@ -33,7 +33,7 @@ GCE_HOST, AWS_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 """Link-local addresses of the metadata servers: no name has to be resolved."""
 AWS_GRACE_S = 120.0
 """docs.aws.amazon.com/AWSEC2 "Spot Instance interruption notices"."""
-POLL_S = 2.0
+POLL_S = 0.5
 """Also a spot VM of Google, which goes 30 s after its notice, has nearly all of them."""
 TIMEOUT_S = 10.0
 RETRY_S = 10.0
