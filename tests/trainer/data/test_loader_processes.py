@@ -5,6 +5,7 @@ The first part runs tests of the loader with threads once more, on processes.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -196,7 +197,7 @@ def test_memory_is_used_again(index, processes):
 
 def wait_until_gone(pids):
     """Until the processes have no stream any more."""
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while any("stoker-index" in Path(f"/proc/{pid}/maps").read_text() for pid in pids):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -256,6 +257,23 @@ def test_a_process_killed_before_it_has_started_is_named(index):
     os.kill(mine.pids[0], signal.SIGKILL)
     with pytest.raises(StokerError, match="SIGKILL"), make(index, processes=mine) as loader:
         take(loader, 99)
+    mine.close()
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_report_is_named(index):
+    """The length of a message, and less than it says: then the end of the connection."""
+    mine = WorkerProcesses(1, CPU)
+    ours, theirs = socket.socketpair()
+    theirs.sendall((1000).to_bytes(4, "big") + b"half")
+    theirs.close()
+    loader = make(index, processes=mine)
+    os.kill(mine.pids[0], signal.SIGKILL)
+    mine._children[0].wait()
+    with ours:
+        os.dup2(ours.fileno(), mine._connections[0].fileno())
+    with pytest.raises(StokerError, match="was killed by SIGKILL"):
+        mine.receive(0)
+    loader.close()
     mine.close()
 
 

@@ -151,7 +151,7 @@ def _serve(control: Connection, process: int, streams: dict[int, _Stream]) -> No
     while True:
         try:
             request, number, *arguments = control.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # OSError: in the middle of a message
             os._exit(0)
         if request == "open":
             layout, parts, num_fds = arguments

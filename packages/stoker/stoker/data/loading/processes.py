@@ -157,7 +157,9 @@ class WorkerProcesses:
                     process = self._process_of[fd]
                     try:
                         stream, *report = self._connections[process].recv()
-                    except (EOFError, ConnectionResetError):
+                    except (EOFError, OSError):  # OSError: it died in the middle of a message
+                        if self._connections[process].closed:
+                            raise
                         raise self._death_error(process) from None
                     if (pool := self._pools.get(stream)) is not None:
                         pool.apply(process, *report)
