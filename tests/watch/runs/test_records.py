@@ -40,6 +40,8 @@ from stoker_watch.runs.schemas import Event, StepWindow
 from stoker_watch.storage.local_files import write_atomic
 
 PAGE = Path(__file__).parents[3] / "docs/run-folder.md"
+MEANINGS: dict[str, dict[str, str]] = read_toml("run-folder.toml", PAGE.parent)
+"""Struct → field → its meaning."""
 HEAD = "\n## Records\n"
 DOCUMENT = PAGE.read_text().partition(HEAD)[0]
 FILES = {
@@ -83,7 +85,7 @@ def documented(start: str) -> list[str]:
 
 
 def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
-    """(name, type, meaning) of each field: the type from the source, the meaning from records.toml or a docstring."""
+    """(name, type, meaning) of each field: type from the source, meaning from docs/run-folder.toml or a docstring."""
     rows: list[list[str]] = []
     for own in (own for own in reversed(kind.__mro__) if own.__module__.startswith("stoker_watch.")):
         (body,) = ast.parse(inspect.getsource(own)).body
@@ -91,7 +93,7 @@ def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
         for statement in body.body[1:]:  # after its docstring
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name, written = statement.target.id, ast.unparse(statement.annotation)
-                meaning = schemas.field_meanings(own.__name__).get(name, "")
+                meaning = MEANINGS.get(own.__name__, {}).get(name, "")
                 rows.append([name, written.replace(" | None", "").replace("'", ""), meaning])
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and rows:
                 rows[-1][2] = " ".join(str(statement.value.value).split())
@@ -105,7 +107,7 @@ def records_section() -> str:
         HEAD,
         "The fields of every record of a run, and of what commands print with `--json`, generated from",
         "`stoker_watch/runs/schemas.py`, `stoker_watch/report/`,",
-        "`stoker_watch/runs/evaluation.py`, `stoker_watch/knowledge/records.toml` and",
+        "`stoker_watch/runs/evaluation.py`, `docs/run-folder.toml` and",
         "`stoker_watch/findings/finding.py` by",
         "`python -m tests.watch.runs.test_records`. What the files are for, and what phases, events and errors mean,",
         "is above. A field that is not measured is absent from its line.",
@@ -136,8 +138,8 @@ def test_every_meaning_is_that_of_a_field() -> None:
         for module in (schemas, evaluation, explain, compare, run_report, runs_summary)
         for name, value in vars(module).items()
     }
-    for name in read_toml("records.toml"):
-        assert set(schemas.field_meanings(name)) <= set(structs[name].__struct_fields__)
+    for name, meanings in MEANINGS.items():
+        assert set(meanings) <= set(structs[name].__struct_fields__)
 
 
 def test_every_field_has_a_meaning() -> None:

@@ -22,7 +22,6 @@ problems.toml: what can be wrong with a data set (`stoker/data/validation/proble
 progress_lines.toml: how jobs print their progress (`watch/output.py`).
 python_layouts.toml: where versions of CPython keep their stacks (`recording/remote_stacks.py`).
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
-records.toml: what the fields of the records of a run mean (`runs/schemas.py`, docs/run-folder.md).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).

@@ -1,7 +1,7 @@
 """The COCO metrics of an evaluation; evaluation.json, with the errors of a model; small copies of its images.
 
 The files have a bounded size for any data set; `stoker/training/evaluator.py` writes them, `report/` shows them;
-what their fields mean is in `knowledge/records.toml` and docs/run-folder.md.
+what their fields mean is in docs/run-folder.md.
 """
 
 import contextlib

@@ -1,15 +1,13 @@
 """The schemas of a run's records: the lines of steps.jsonl, events.jsonl, devices.jsonl and the others.
 
 Data only. A field that is absent was not measured; it is never zero. `records.py` writes and reads the files. What the
-fields mean, with units and ranges, is in `knowledge/records.toml`; `docs/run-folder.md` shows it with the types, and a
-test keeps the three in step.
+fields mean, with units and ranges, is in `docs/run-folder.toml`, from which `docs/run-folder.md` is generated; a test
+keeps the three in step.
 """
 
 from typing import Annotated, Any, TypedDict
 
 import msgspec
-
-from stoker_watch.knowledge import read_toml
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
@@ -19,11 +17,6 @@ Number = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Role = Annotated[str, msgspec.Meta(pattern="^(training|worker|thread)$")]
-
-
-def field_meanings(record: str) -> dict[str, str]:
-    """Field → its meaning, of a struct here, in `evaluation.py` or `stoker_watch/report/`, without inherited ones."""
-    return dict(read_toml("records.toml").get(record, {}))
 
 
 class Record(msgspec.Struct, kw_only=True):
