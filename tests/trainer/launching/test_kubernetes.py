@@ -232,7 +232,7 @@ def as_kubelet_reads(text: str) -> str:
         ({"max_nodes": 8}, "a fixed number of nodes"),
         ({"gpu": "1g.11gb"}, "MIG slice 1g.11gb"),
         ({"gpu": "1g.5gb", "machine_type": "a2-ultragpu-1g"}, "no MIG slice 1g.5gb of a100-80"),
-        ({"gpu": "1g.5gb", "machine_type": "g2-standard-8"}, "no MIG slice 1g.5gb of l4"),
+        ({"gpu": "1g.5gb", "machine_type": "g2-standard-8"}, "A l4 has no MIG slices"),
         ({"mounts": (Mount("/data"),)}, "--mount /data"),
         ({"mounts": (Mount("/data", "s3://bucket"),)}, "--mount s3://bucket"),
         ({"env": {"RANK": "0"}}, "--env RANK"),

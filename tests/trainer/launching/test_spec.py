@@ -230,9 +230,12 @@ def test_what_training_refuses_as_a_failed_preflight(flag: str, value: str, name
 
 
 def test_files_that_only_the_image_has_are_not_looked_for(stoker: Command) -> None:
-    files = ("--config", "/image/c.toml", "--model", "/image/m.toml", "--weights", "/image/w.pt")
-    code, text = stoker("k8s", "demo", *files, "--run-dir", "gs://b/r", "--image", "a", "--dry-run")
+    words = ("k8s", "demo", "--run-dir", "gs://b/r", "--image", "a", "--dry-run")
+    code, text = stoker(*words, "--config", "/image/c.toml", "--weights", "/image/w.pt")
     assert code == 0, text
+    code, text = stoker(*words, "--model", "/image/m.toml")  # a model is a row of the table, never a file
+    assert code == 2
+    assert "There is no model" in text
 
 
 def test_a_run_that_has_begun_has_its_own_settings(stoker: Command, tmp_path: Path) -> None:

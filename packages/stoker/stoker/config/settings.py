@@ -292,9 +292,10 @@ def read_user_toml(path: Path, what: str, **advice: str) -> tuple[str, dict[str,
         text = regular_files.read_text(path, max_bytes=regular_files.MAX_TOML_BYTES)
         return text, tomllib.loads(text)
     except FileNotFoundError as error:
-        raise ConfigError(f"{what} does not exist.", location=path) from error
+        raise ConfigError(f"{what} does not exist.", location=path, **advice) from error
     except OSError as error:
-        raise ConfigError(f"{what} cannot be read.", location=path, cause=error.strerror or str(error)) from error
+        cause = error.strerror or str(error)
+        raise ConfigError(f"{what} cannot be read.", location=path, cause=cause, **advice) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} is not valid TOML.", location=path, cause=str(error), **advice) from error
 

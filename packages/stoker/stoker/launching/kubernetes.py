@@ -150,10 +150,12 @@ def _explain(conditions: list[Any], phases: list[str], containers: list[Any]) ->
 
 def _check_mig_slice(name: str, accelerator: str | None) -> None:
     """Raises UsageError for a slice that the GPU, or if it is unknown any GPU, does not have."""
+    if accelerator is not None and accelerator not in MIG_SLICES:
+        raise UsageError(f"A {accelerator} has no MIG slices.", choices=sorted(MIG_SLICES), fix="leave out --gpu")
     gpus = MIG_SLICES if accelerator is None else [accelerator]
-    slices = dict.fromkeys(name for gpu in gpus for name in MIG_SLICES.get(gpu, ()))
+    slices = dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu])
     if name not in slices:
-        raise UsageError(f"There is no MIG slice {name} of {accelerator or 'any GPU'}.", choices=slices or ["no --gpu"])
+        raise UsageError(f"There is no MIG slice {name} of {accelerator or 'any GPU'}.", choices=slices)
 
 
 # What is submitted
