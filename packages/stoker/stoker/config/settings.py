@@ -303,12 +303,12 @@ def read_user_toml(path: Path, what: str, **advice: str) -> tuple[str, dict[str,
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
     text, tables = read_user_toml(path, "The configuration file")
-    if tables.get("run", {}).get("stages") == 1:  # a setting of earlier commits, which wrote it into each run
-        del tables["run"]["stages"]
-        tables.get("reasons", {}).pop("stages", None)
     for name, value in tables.items():
         if name not in (*SECTIONS, "reasons") or not isinstance(value, dict):
             raise _misplaced(path, text, "", name, value)
+    if tables.get("run", {}).get("stages") == 1:  # a setting of earlier commits, which wrote it into each run
+        del tables["run"]["stages"]
+        tables.get("reasons", {}).pop("stages", None)
     reasons = {key: str(reason) for key, reason in tables.pop("reasons", {}).items()}
     for section, table in tables.items():
         for key, value in table.items():
