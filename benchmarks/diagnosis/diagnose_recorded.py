@@ -43,6 +43,7 @@ FOLDER = Path(__file__).resolve().parent / "recordings"
 MAX_BYTES = 60_000
 """Of a recording."""
 SUFFIX = ".json.xz"
+SCORES = FOLDER / "scores.toml"
 FRAMEWORKS = {"torch": "PyTorch", "tf": "TensorFlow and Keras", "jax": "JAX", "hf": "Hugging Face and Lightning"}
 
 
@@ -151,6 +152,14 @@ def by_series(done: list[tuple[Recording, wild.Outcome]]) -> dict[str, dict[str,
     return found
 
 
+def scores_text(found: dict[str, dict[str, int]]) -> str:
+    """`recordings/scores.toml`."""
+    lines = ["# Right answers by set: no change of the rules may lower one (tests/test_diagnosis_of_recordings.py)."]
+    for series, counts in found.items():
+        lines += ["", f"[{series}]", *(f"{name} = {count}" for name, count in counts.items())]
+    return "\n".join(lines) + "\n"
+
+
 def run(arguments: argparse.Namespace) -> Report:
     if arguments.record is not None:
         record_all(arguments.record, arguments.programs.resolve())
@@ -169,6 +178,8 @@ def run(arguments: argparse.Namespace) -> Report:
     for kind in programs.KINDS:
         groups[kind] = scores([one for one in done if one[0].kind == kind])
     groups["all"] = scores(done)
+    if arguments.write_scores:
+        SCORES.write_text(scores_text(by_series(done)), encoding="utf-8")
     report.rows += [score_row(name, found) for name, found in groups.items() if found["faults"] + found["healthy"]]
     return report
 
@@ -279,6 +290,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--series", type=int, metavar="N", help="only this set")
     made.add_argument("--only", nargs="+", metavar="WORD", help="jobs with all these words in PROGRAM: FAULT (WAY)")
     made.add_argument("--rows", action="store_true", help="also a row for each job")
+    made.add_argument(
+        "--write-scores", action="store_true", help="make the scores of all sets those that no change may lower"
+    )
     made.add_argument("--record", type=Path, metavar="FOLDER", help="first make recordings of the kept jobs in it")
     made.add_argument("--programs", type=Path, metavar="DIR", help="for --record: as of diagnose_programs")
     return made
