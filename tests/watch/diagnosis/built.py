@@ -17,6 +17,7 @@ from stoker_watch.runs.records import (
 from stoker_watch.runs.schemas import (
     DeviceSample,
     GpuSample,
+    Place,
     Probe,
     Quarantined,
     StackWindow,
@@ -201,7 +202,12 @@ def make_run(
     end_t = T0 + startup + seconds
     for stack in stacks:
         defaults = {"t": end_t, "attempt": 1, "pid": 7, "wall_s": 10.0, "samples": 10}
-        folder.append(STACKS, StackWindow(**defaults | stack))
+        line = defaults | stack
+        kinds = line.get("main_thread", {})
+        line.setdefault("places", [
+            Place(kind=kind, samples=round(fraction * line["samples"])) for kind, fraction in kinds.items()
+        ])  # fmt: skip
+        folder.append(STACKS, StackWindow(**line))
     for trace in traces:
         defaults = {"t": end_t, "attempt": 1, "step": 9, "window_steps": 5, "wall_s": 1.0, "busy_s": 0.97}
         folder.append(TRACES, TraceWindow(**defaults | trace))

@@ -61,6 +61,7 @@ def _places(call: str, samples: int, role: str = "training") -> list[dict[str, A
     kind = "other" if role == "worker" else "python"
     place = Place(line="train.py:53", function="train", call=call, kind=kind, samples=samples)
     rest = Place(line="train.py:50", function="train", kind="compute", samples=100 - samples)
+    rest = Place(kind="idle", samples=100 - samples) if role == "worker" else rest
     main_thread = {"python": samples / 100, "compute": 1 - samples / 100}
     lines = ([place, rest], [rest]) if role == "worker" else ([place, rest],) * 2
     return [
@@ -68,6 +69,13 @@ def _places(call: str, samples: int, role: str = "training") -> list[dict[str, A
          "samples": sum(item.samples for item in lines[n % 2])}
         for n in range(3)
     ]  # fmt: skip
+
+
+def _parsing(call: str) -> Case:
+    """A job whose loader workers are in one call all the time, for which the training waits."""
+    place = Place(line="data.py:9", function="__getitem__", call=call, kind="python", samples=100)
+    stacks = [{"t": T0 + 16 + 10 * n, "role": "worker", "places": [place], "samples": 100} for n in range(3)]
+    return _external(fractions={"input_wait": 0.4}, stacks=stacks)
 
 
 FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input_wait_stages": {"fetch": 0.4}}

@@ -13,6 +13,7 @@ from stoker_watch.diagnosis.causes.gpu import find_xid
 from stoker_watch.diagnosis.endings import endings
 from stoker_watch.diagnosis.engine import CATALOG, RULES, catalog_hash
 from stoker_watch.diagnosis.notes import NOTES
+from stoker_watch.diagnosis.places.grouping import FIXES
 from stoker_watch.diagnosis.reference import explain_id
 from stoker_watch.errors import UsageError
 from stoker_watch.knowledge import read_toml
@@ -68,9 +69,16 @@ def test_a_row_is_complete(cause: Cause) -> None:
     assert 0 < cause.confidence < 1
 
 
-def test_no_two_causes_supersede_each_other() -> None:
-    for cause in CATALOG.values():
-        assert all(cause.id not in CATALOG[other].supersedes for other in cause.supersedes), cause.id
+def test_what_is_more_exact_is_an_order() -> None:
+    """No cause is more exact than itself, also not by way of others."""
+    below = {cause.id: set(cause.supersedes) for cause in CATALOG.values() if cause.explains}
+    for _ in below:
+        below = {id: ids.union(*(below.get(other, ()) for other in ids)) for id, ids in below.items()}
+    assert [id for id, ids in below.items() if id in ids] == []
+
+
+def test_there_is_a_fix_for_each_kind_of_call() -> None:
+    assert set(FIXES) <= set(CATALOG["heavy_place"].other_fixes)
 
 
 def test_a_threshold_decides_the_severity() -> None:

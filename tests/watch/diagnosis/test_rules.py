@@ -221,13 +221,13 @@ def test_functions_that_are_compiled_once_are_no_recompiles(tmp_path: Path) -> N
 
 def test_compilations_again_before_the_first_shown_step_are_lost_too(tmp_path: Path) -> None:
     """A job in JAX that prints a line now and then: its clock saw more than is after the first line."""
-    job = {"fractions": {"compile": 0.25}}
-    counted = {"window": lambda second: {"recompiles": 1, "recompiled_s": 30.0 if second == 6 else 0.0}}
+    job = {"fractions": {"compile": 0.25}, "startup": 40}
+    counted = {"window": lambda second: {"recompiles": 1, "recompiled_s": 30.0 if second == 40 else 0.0}}
     finding = of(findings(tmp_path / "early", job | counted), "recompiles")
     alone = of(findings(tmp_path / "alone", job | {"window": lambda _: {"recompiles": 1}}), "recompiles")
     assert alone.lost_device_s is not None
     assert alone.lost_device_s < 20
-    assert finding.lost_device_s == 30.0
+    assert finding.lost_device_s == pytest.approx(30.0, rel=0.02)
 
 
 def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> No
 
 def test_python_in_evaluations_is_not_between_steps(tmp_path: Path) -> None:
     """Samples in Python that the clock's evaluations explain, while it saw next to no time between steps."""
-    for evaluating, is_found in ((0.22, False), (0.05, True)):
-        stacks = [{"samples": 100, "main_thread": {"python": 0.18, "compute": 0.82}}] * 2
+    for evaluating, is_found in ((0.3, False), (0.05, True)):
+        stacks = [{"samples": 100, "main_thread": {"python": 0.3, "compute": 0.7}}] * 2
         job = {
             "external": True, "config": None, "fractions": {"host": 0.02, "eval": evaluating}, "stacks": stacks,
             "host": lambda _: {"cpu_limit_cores": 1.0, "process_cpu": 1.0},

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker_watch.diagnosis.causes.shared import fit_stairs, fit_steady_growth
+from stoker_watch.diagnosis.causes.memory import fit_stairs, fit_steady_growth
 from stoker_watch.diagnosis.run_data import MAX_POINTS, Mean, TimeSeries
 
 

@@ -43,6 +43,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reason: Reason
     severity: Severity = "critical"
     role: Literal["fault", "stop", "consequence", "remark"] = "fault"
+    includes: tuple[str, ...] = ()
+    """Causes that say the same of the job, and are left out."""
     about_another_process: bool = False
     patterns: tuple[str, ...] = ()
     in_traceback: tuple[InTraceback, ...] = ()

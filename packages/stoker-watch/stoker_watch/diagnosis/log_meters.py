@@ -8,7 +8,8 @@ PaddleDetection (`batch_cost`, `reader_cost`), Lightning's SimpleProfiler.
 
 import re
 
-from stoker_watch.diagnosis.causes.cause import fill_apis, find_cause
+from stoker_watch.diagnosis.causes.cause import fill_apis
+from stoker_watch.diagnosis.causes.input import INPUT_BOUND
 from stoker_watch.diagnosis.causes.shared import make_evidence
 from stoker_watch.diagnosis.run_data import LogLine
 from stoker_watch.findings.finding import Finding
@@ -49,7 +50,7 @@ def find_printed_wait(lines: tuple[LogLine, ...]) -> Finding | None:
 
 
 def _make_finding(text: str, fraction: float, line: LogLine) -> Finding:
-    cause = find_cause("input_bound")
+    cause = INPUT_BOUND
     evidence = [make_evidence(text, fraction), make_evidence(line.text.strip()[:200], source=line.source)]
     return Finding(
         id=cause.id, severity="critical", title=cause.title, evidence=evidence, fix=fill_apis(cause.external_fix),

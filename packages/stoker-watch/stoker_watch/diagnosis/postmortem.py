@@ -13,7 +13,7 @@ import signal
 
 import msgspec
 
-from stoker_watch.diagnosis.causes.cause import find_cause
+from stoker_watch.diagnosis.causes.host import DISK_NEARLY_FULL
 from stoker_watch.diagnosis.causes.shared import make_evidence
 from stoker_watch.diagnosis.ending_details import name_memory_holders, name_package, name_place
 from stoker_watch.diagnosis.endings import (
@@ -44,7 +44,6 @@ NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample, or with its growth in the next one, from which a kill without a
 message is attributed to it. Heuristic: samples are at most a second old, and the rest is room for a batch or two."""
 _FULL_FILE = re.compile(r"No space left on device: \S")
-DISK_NEARLY_FULL = find_cause("disk_nearly_full")
 _MAX_QUOTED_CHARS = 500
 """Quoted characters of a line."""
 _MAX_QUOTED_LINES = 3

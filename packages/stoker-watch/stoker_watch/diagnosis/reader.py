@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker_watch.diagnosis.causes.cause import common_threshold, find_cause
+from stoker_watch.diagnosis.causes.cause import common_threshold
 from stoker_watch.diagnosis.causes.gpu import GPU_CLOCKS_LOW
+from stoker_watch.diagnosis.causes.learning import LR_TOO_LOW
+from stoker_watch.diagnosis.costs import divide_time
 from stoker_watch.diagnosis.places.totals import PlaceCounter
+from stoker_watch.diagnosis.postmortem import explain
 from stoker_watch.diagnosis.run_data import (
     MAX_EXAMPLES,
     GpuStats,
@@ -118,8 +121,11 @@ def read_run(run_dir: Path, *, observers: Iterable[Observer] = ()) -> RunRecords
         probe.probe: probe for probe in run_records.all_probes if not probe.reason and probe.ratio > 0
     }
     run_records.termination = end.termination()
+    run_records.endings = () if run_records.termination is None else tuple(explain(run_records.termination))
     run_records.read_output = end.output_so_far
     run_records.price_per_device_hour = run_records.recorded_price
+    run_records.costs = divide_time(run_records)
+    run_records.freeze()
     return run_records
 
 
@@ -197,18 +203,27 @@ def _read_steps(
     """Reads the steps of all ranks; returns attempt → its steady time."""
     steps, totals = _StepsReader(run_records), TotalsSum(len(ranks))
     for rank, folder in ranks.items():
+        phases = run_records.rank_phases.setdefault(rank, {})
+        steady_phases = run_records.rank_steady_phases.setdefault(rank, {})
         for number, window in records.numbered_lines(folder, records.STEPS, StepWindow):
             totals.add(rank, window)
+            add_amounts(phases, window.phases)
             if rank == 0:
                 steps.add(window)
                 end.window(number, window)
+            elif (span := steps.steady_spans.get(window.attempt)) and span.contains(window.t - window.wall_s / 2):
+                add_amounts(steady_phases, window.phases)
             for observer in observers:
                 observer.window(rank, window)
     run_records.totals = totals.totals(run_records.events.attempts)
     steps.finish()
-    if not steps.steady_spans:
-        return _steady_by_stacks(ranks[0], run_records)
-    return _begin_with_the_loop(ranks[0], run_records, steps.steady_spans) if steps.from_output else steps.steady_spans
+    spans = steps.steady_spans
+    if not spans:
+        spans = _steady_by_stacks(ranks[0], run_records)
+    elif steps.from_output:
+        spans = _begin_with_the_loop(ranks[0], run_records, spans)
+    run_records.rank_steady_phases[0] = run_records.steady.phases
+    return spans
 
 
 def _begin_with_the_loop(
@@ -379,7 +394,7 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
     learning.lr.add(window.lr)
     learning.newest_lr = learning.newest_lr if window.lr is None else window.lr
     highest = learning.lr.max_value or 0.0
-    if window.lr is not None and window.lr <= find_cause("lr_too_low").threshold("vanished") * highest:
+    if window.lr is not None and window.lr <= LR_TOO_LOW.threshold("vanished") * highest:
         learning.steps_with_vanished_lr += window.window_steps
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:

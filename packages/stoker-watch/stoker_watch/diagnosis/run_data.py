@@ -13,12 +13,16 @@ import math
 import signal
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stoker_watch.runs.schemas import DeviceSample, Event, Place, Probe, StackWindow
 from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
+
+if TYPE_CHECKING:
+    from stoker_watch.diagnosis.costs import Cost
+    from stoker_watch.findings.finding import Finding
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
@@ -583,8 +587,14 @@ class RunRecords:
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
     all_probes: list[Probe] = dataclasses.field(default_factory=list)
+    costs: "list[Cost]" = dataclasses.field(default_factory=list)
+    """All of its time, by `costs.divide_time`."""
     num_ranks: int = 1
     """Number of ranks that have records."""
+    rank_phases: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """Rank → its device-seconds by phase, over the whole run."""
+    rank_steady_phases: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
+    """The same after the start."""
     progress_gap: ProgressGap | None = None
     step_counts: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     """Steps so far, of rank 0."""
@@ -613,8 +623,17 @@ class RunRecords:
     """What is known of its end, if it neither runs nor finished."""
     read_output: Callable[[], tuple[LogLine, ...]] = tuple
     """Reads the output so far of a run that has not ended: only where a rule needs it."""
-    ended_for_memory: bool = False
-    """Its end was that host memory was full: set by the engine, which explains the end before it asks the rules."""
+    endings: "tuple[Finding, ...]" = ()
+    """What ended it, by `postmortem.explain`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Raises FrozenInstanceError once all is read: rules and reports only look at it."""
+        if "_is_read" in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def freeze(self) -> None:
+        self.__dict__["_is_read"] = True
 
     def phase_fraction(self, *phases: str) -> float:
         """Fraction of all device time."""

@@ -23,7 +23,7 @@ from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.causes.shared import has_enough_stacks
 from stoker_watch.diagnosis.log_meters import find_printed_wait
 from stoker_watch.diagnosis.notes import collect_notes
-from stoker_watch.diagnosis.places.costly import frequency, join_lines, list_loops, list_parts, list_places
+from stoker_watch.diagnosis.places.describe import frequency
 from stoker_watch.diagnosis.places.totals import merge_by
 from stoker_watch.diagnosis.places.trees import PlaceNode, place_trees
 from stoker_watch.diagnosis.postmortem import explain, explain_unknown
@@ -67,6 +67,8 @@ ERROR_TYPE_ADVICE = _WORDS.error_types
 MIN_ESTIMATED = 0.2
 """Fraction of the time after the start that no clock attributed, from which its parts are estimated: less is the host's
 work between steps (heuristic)."""
+TRAINING_STEP = "training step"
+"""Row of frames.toml."""
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
@@ -189,7 +191,7 @@ def explain_run(
     environment = read_environment(path)
     price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
-    run_records.price_per_device_hour = exact_price
+    run_records = dataclasses.replace(run_records, price_per_device_hour=exact_price)
     findings = engine.run_rules(run_records)
     files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
     last_record_t = max((file.stat().st_mtime for file in files if file.exists()), default=None)
@@ -232,16 +234,33 @@ def explain_run(
 
 
 def _places(run_records: RunRecords) -> list[PlaceTime]:
-    """The most costly places of at least a hundredth of their process' time, with loops inside of the steps."""
-    listed = [*join_lines(run_records, list_places(run_records)), *list_parts(run_records)]
-    for loop in list_loops(run_records):
-        smaller = (index for index, place in enumerate(listed) if place.seconds < loop.seconds)
-        listed.insert(next(smaller, len(listed)), loop)
+    """The places of the most costly costs, of at least a hundredth of their process' time, with waits for a loader; and
+    the parts of stoker."""
+    places: list[PlaceTotal] = []
+    for cost in sorted(run_records.costs, key=lambda cost: -cost.steady_s):
+        seen = cost.parts[:1] if cost.phase == "input_wait" and cost.place is None else filter(None, [cost.place])
+        places += [place for place in seen if place not in places]
+    places += _parts_of_stoker(run_records)
     return [
         _place_time(place, frequency(run_records, place) if place.line else "")
-        for place in listed
+        for place in places
         if place.seconds >= max(1.0, run_records.observed_s(place) / 100)
     ][:MAX_PLACES]
+
+
+def _parts_of_stoker(run: RunRecords) -> list[PlaceTotal]:
+    """The parts of stoker in which the training thread of a training of stoker's own was after the start, but for the
+    training step, and the functions of the threads that load, the largest first."""
+
+    def part_of(place: PlaceTotal) -> tuple[str, int, str, str]:
+        function = "" if place.role == "training" else place.function.partition(" ")[0]
+        return place.role, place.rank if place.role == "training" else 0, place.part, function
+
+    parts = (place for place in run.places if place.part and not place.line and not place.is_startup)
+    working = (
+        place for place in parts if (place.part != TRAINING_STEP if place.role == "training" else place.kind != "idle")
+    )
+    return sorted(merge_by(working, part_of).values(), key=lambda place: -place.seconds)
 
 
 def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:

@@ -36,7 +36,7 @@ RUN_MARKER_FILES = (records.EVENTS, records.STEPS, records.DEVICES)
 """A folder with one of these files is a run."""
 
 
-class Cost(msgspec.Struct, kw_only=True):
+class CauseCost(msgspec.Struct, kw_only=True):
     """A range: some prices are known only by GPU model."""
 
     low: float = 0.0
@@ -59,7 +59,7 @@ class Sums(msgspec.Struct, kw_only=True):
     device_s: float = 0.0
     measured_s: float = 0.0
     compute_s: float = 0.0
-    cost: Cost = msgspec.field(default_factory=Cost)
+    cost: CauseCost = msgspec.field(default_factory=CauseCost)
 
     @property
     def productive_fraction(self) -> float | None:
@@ -88,7 +88,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     device_s: float
     lost_s: float
-    lost_cost: Cost
+    lost_cost: CauseCost
     largest_loss: str
     finding: str
 
@@ -199,7 +199,7 @@ def _add_run(summary: RunsSummary, explanation: RunExplanation, host: str, month
         for phase in explanation.phases:
             _row(summary.phases, phase.phase, phase.meaning).add(price, phase.device_s)
     if (lost_s := measured_s - compute_s) > 0:
-        lost_cost = Cost()
+        lost_cost = CauseCost()
         lost_cost.add(price, lost_s)
         lost = RunSummary(
             run=explanation.run,

@@ -23,7 +23,7 @@ from stoker.launching.spec import LOG, PLACES, LaunchPlace, LaunchRequest, Launc
 from stoker.planning.machines import Machine, choose_machines, find_machine, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.training.cluster import can_divide
-from stoker_watch.diagnosis.causes.host import SHARED_MEMORY_SMALL
+from stoker_watch.diagnosis.causes.memory import SHARED_MEMORY_SMALL
 from stoker_watch.durations import parse_time_s
 from stoker_watch.errors import ConfigError, PreflightError, UsageError, make_error
 from stoker_watch.hardware.tpu import TpuSlice, find_slice

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import THREAD_VARIABLES
-from stoker_watch.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
+from stoker_watch.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker_watch.findings.finding import Finding
 from stoker_watch.hardware.cgroup import Cgroup
 from stoker_watch.recording.telemetry import machine

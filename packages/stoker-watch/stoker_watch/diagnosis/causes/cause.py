@@ -66,8 +66,16 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Where the thresholds come from."""
     thresholds: dict[str, Threshold] = {}
     """Further thresholds of the rule, by name."""
+    explains: tuple[str, ...] = ()
+    """Phases of the costs that it may explain; "*": also any other. Empty: it is a state of the job, and no cost."""
     supersedes: tuple[str, ...] = ()
-    """Less exact causes of the same lost time: they are left out when this one is found."""
+    """Less exact causes: they do not explain a cost that this one does, or are left out when this state is found."""
+    leads_to: tuple[str, ...] = ()
+    """Endings that it explains: it then comes before them."""
+    is_end: bool = False
+    """It describes a job that does not go on, and says nothing beside an end that is explained."""
+    order: int = 0
+    """Among findings of one severity: lower ones first, equal ones by what was lost."""
     probe: str = ""
     """The experiment (one of schemas.PROBE_KINDS) that makes the run faster if the cause is present."""
     confidence: float

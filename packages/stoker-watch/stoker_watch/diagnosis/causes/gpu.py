@@ -1,12 +1,14 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from stoker_watch.diagnosis.causes.cause import LEVELS, Cause, find_cause, worst
+from stoker_watch.diagnosis.causes.explanation import Explanation
 from stoker_watch.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
+from stoker_watch.diagnosis.costs import Cost
 from stoker_watch.diagnosis.run_data import GpuStats, RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding, Severity
 from stoker_watch.knowledge import read_toml
@@ -24,30 +26,30 @@ _MAX_XID_LINES = 5
 _Judged = tuple[Severity | None, float, Evidence | None]
 
 
-def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
+def gpu_clocks_low(run: RunRecords, cost: Cost) -> Explanation | None:
     """The GPU with the highest severity; at the same severity heat comes before power, and power before a set clock."""
     candidates = []
     for index, gpu in run.gpus.items():
-        if gpu.busy_samples < cause.threshold("min_samples"):
+        if gpu.busy_samples < GPU_CLOCKS_LOW.threshold("min_samples"):
             continue
         for order, (severity, value, evidence) in enumerate((_hot(gpu, index), _capped(gpu, index), _low(gpu, index))):
             if severity is not None:
                 candidates.append((SEVERITIES.index(severity), order, -value, index, evidence))
-    if not candidates:
+    if not candidates or cost.place is not None:
         return None
     severity_index, order, negative_value, index, evidence = min(candidates, key=lambda candidate: candidate[:4])
-    deficit, compute_s = run.gpus[index].clock_deficit.value, run.phase_seconds("compute")
+    deficit = run.gpus[index].clock_deficit.value
     clock_evidence = None
     if deficit is not None:
         text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
         clock_evidence = make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
     confidence, reason, command = _BY_REASON[order]
-    severity, fix, value = SEVERITIES[severity_index], cause.other_fixes[reason], -negative_value
-    lost_s = deficit * compute_s if deficit is not None and compute_s else None
-    basis = "the missing fraction of the clock, of the time in which the device computed"
-    options: dict[str, Any] = {"lost_s": lost_s, "estimate_basis": basis, "fix": fix, "command": command}
-    shown = [evidence, clock_evidence]
-    return make_finding(run, cause, value, shown, severity=severity, confidence=confidence, **options)
+    return Explanation(
+        evidence=[evidence, clock_evidence], saved=min(1.0, deficit or 0.0), measured=-negative_value,
+        basis="the missing fraction of the clock, of the time in which the device computed",
+        severity=SEVERITIES[severity_index], confidence=confidence, fix=GPU_CLOCKS_LOW.other_fixes[reason],
+        command=command,
+    )  # fmt: skip
 
 
 def _hot(gpu: GpuStats, index: int) -> _Judged:

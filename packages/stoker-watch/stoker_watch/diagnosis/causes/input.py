@@ -3,92 +3,87 @@ cores or workers, copies to the device."""
 
 from typing import Any
 
-from stoker_watch.diagnosis.causes.cause import Cause, find_cause, find_note
+import msgspec
+
+from stoker_watch.diagnosis.causes.cause import find_cause, find_note
+from stoker_watch.diagnosis.causes.explanation import BY_SAMPLES, Explanation, explain_traced
 from stoker_watch.diagnosis.causes.host import (
+    CPU_CONTENTION,
     contended_fraction,
     cpu_demand,
     cpu_demand_ratio,
-    is_under_memory_pressure,
     thread_cpu_utilization,
 )
+from stoker_watch.diagnosis.causes.memory import is_under_memory_pressure
+from stoker_watch.diagnosis.causes.overhead import rare_worker_start_fraction
 from stoker_watch.diagnosis.causes.shared import (
     cpu_utilization_evidence,
     fraction_of_phase,
     has_enough_stacks,
     is_long_enough,
     make_evidence,
-    make_phase_finding,
-    make_stack_finding,
-    make_traced_finding,
     percent,
-    rare_worker_start_fraction,
     samples_contradict,
     stack_evidence,
-    wait_in_evaluations_s,
 )
-from stoker_watch.diagnosis.places import loading
-from stoker_watch.diagnosis.places.costly import LOADER_CALL, LOOP_CALL, ROLE_NAMES, describe_place
+from stoker_watch.diagnosis.costs import Cost
+from stoker_watch.diagnosis.places.describe import ROLE_NAMES, describe_place
+from stoker_watch.diagnosis.places.grouping import CALLS
 from stoker_watch.diagnosis.run_data import RunRecords
-from stoker_watch.findings.finding import Evidence, Finding
+from stoker_watch.findings.finding import Evidence
 
 INPUT_BOUND = find_cause("input_bound")
 SLOW_STORAGE = find_cause("slow_storage")
 SLOW_DECODE = find_cause("slow_decode")
+TOO_FEW_WORKERS = find_cause("too_few_workers")
 NO_WORKERS_TITLE = "The training thread prepares the images itself while cores are idle"
 MIN_STAGE_FRACTION = SLOW_STORAGE.threshold("min_stage_fraction")
 BUSY_CORES = find_cause("too_few_cores").threshold("max_core_utilization")
 MAX_IDLE_CPU = SLOW_STORAGE.threshold("cpu_while_waiting")
 
 
-def input_bound(run: RunRecords, cause: Cause) -> Finding | None:
+def input_bound(run: RunRecords, cost: Cost) -> Explanation | None:
     stage, stage_fraction = largest_stage(run)
     if is_under_memory_pressure(run) or cold_cache_fraction(run) is not None:
         return None  # the wait is for memory: `host_memory_near_limit`; or it is over: the note `cold_cache`
     evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, cause, evidence, is_computing=True)
+    return _explain_wait(run, cost, evidence, is_computing=True)
 
 
-def make_input_wait_finding(
+def _explain_wait(
     run: RunRecords,
-    cause: Cause,
+    cost: Cost,
     evidence: list[Evidence | None],
     *,
-    excluded_s: float = 0.0,
     is_computing: bool = False,
     **options: Any,
-) -> Finding | None:
-    """A cause whose lost time is the wait for images: measured by a clock, else estimated from stack samples.
-
-    is_computing: the wait is for threads that compute. Other processes delay them too, so the fraction that
-    they took is added to the threshold (heuristic).
-    """
-    min_measured = INPUT_BOUND.threshold("warning_threshold_on_cpu") if run.on_cpu else 0.0
-    if not run.is_native_run and decodes_in_training_thread(run):
-        min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_without_workers"))
-    elif is_computing and not run.is_native_run:
-        min_measured += contended_fraction(run)
+) -> Explanation | None:
+    """is_computing: the wait is for threads that compute. Other processes delay them too, so the fraction that they
+    took is added to the threshold (heuristic)."""
+    min_measured, saved = INPUT_BOUND.threshold("warning_threshold_on_cpu") if run.on_cpu else 0.0, 1.0
+    waited_s = run.phase_seconds("input_wait")
     if not run.is_native_run:
-        evidence = [*evidence, *_loading_evidence(run)]
-    if run.phase_seconds("input_wait") > 0:
-        if started := rare_worker_start_fraction(run):
-            min_measured = max(min_measured, cause.warning_threshold or 0.0) + started
-            excluded_s += started * run.steady.wall_s * run.num_ranks
-        if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):
+        if decodes_in_training_thread(run):
+            min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_without_workers"))
+        elif is_computing:
+            min_measured += contended_fraction(run)
+        if waited_s > 0 and run.is_external and waited_s < INPUT_BOUND.threshold("min_wait_s"):
             return None
-        if eval_wait_s := wait_in_evaluations_s(run):
-            text = f"{eval_wait_s:,.1f} s more in evaluations, by the stack samples"
-            evidence = [*evidence, make_evidence(text, eval_wait_s, "stacks.jsonl: main_thread")]
-        options |= {"extra_evidence": evidence, "min_measured": min_measured, "excluded_s": excluded_s - eval_wait_s}
-        return make_phase_finding(run, cause, "input_wait", **options)
-    if run.on_cpu:
-        min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_of_stacks"))
-    options |= {"extra_evidence": evidence, "min_measured": min_measured}
-    return make_stack_finding(run, cause, "a wait for images or in decoding", "input_wait", "decode", **options)
+        if waited_s <= 0 and run.on_cpu:
+            min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_of_stacks"))
+        evidence = [*evidence, *_loading_evidence(run, cost)]
+    if (started := rare_worker_start_fraction(run)) and waited_s > 0:
+        min_measured = max(min_measured, started)
+        saved = max(0.0, 1 - started * run.steady.wall_s * run.num_ranks / waited_s)
+    basis = "" if waited_s > 0 else BY_SAMPLES
+    return Explanation(evidence=evidence, min_measured=min_measured, saved=saved, basis=basis, **options)
 
 
-def _loading_evidence(run: RunRecords) -> list[Evidence]:
+def _loading_evidence(run: RunRecords, cost: Cost) -> list[Evidence]:
+    """Lines of who loads the data."""
     minimum = INPUT_BOUND.threshold("min_place_samples")
-    places = [place for place in loading.loading_places(run) if place.samples >= minimum]
+    places = [place for place in cost.parts or (place for place in run.places if place.role == "thread" and place.line)
+              if place.samples >= minimum and not place.is_startup]  # fmt: skip
     found = []
     for place in places[: int(INPUT_BOUND.threshold("max_places"))]:
         text = f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}"
@@ -221,7 +216,7 @@ def _training_thread_cpu(run: RunRecords, wait_fraction: float) -> float:
     return (1 - wait_fraction) * (1.0 if utilization is None else min(1.0, utilization))
 
 
-def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
+def slow_storage(run: RunRecords, cost: Cost) -> Explanation | None:
     """By the loader's stages; in a loop without stages, by a process that is idle while it waits for images."""
     if cold_cache_fraction(run) is not None:
         return None  # the wait is over: the note `cold_cache`
@@ -229,25 +224,23 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
     if stage is not None:
         if not is_mostly(run, "fetch"):
             return None
-        network_evidence = _network_evidence(run)
-        evidence = [stage_evidence(run, stage, stage_fraction), network_evidence, cpu_utilization_evidence(run)]
-        return make_input_wait_finding(run, cause, evidence)
+        evidence = [stage_evidence(run, stage, stage_fraction), _network_evidence(run), cpu_utilization_evidence(run)]
+        return _explain_wait(run, cost, evidence)
     idle_evidence = idle_while_waiting_evidence(run)
     if idle_evidence is None or decodes_in_training_thread(run):
         return None
-    minimum = cause.threshold("min_blocked_fraction")
-    blocked = loading.loading_fraction(run, loading.count_blocked, minimum)
-    if blocked is not None and blocked < minimum:
+    if cost.place is not None and cost.does != "read":
         return None  # idle cores are not slow storage: who loads was elsewhere
     # CPU time of the training thread in the wait is decoding, which faster storage does not save.
-    computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
+    computed_s, waited_s = run.totals.thread_cpu_s.get("input_wait", 0.0), run.phase_seconds("input_wait")
+    saved = max(0.0, 1 - computed_s / waited_s) if waited_s > 0 else 1.0
     waits = _native_loader_evidence(run, "without a core they can only wait for files or a server")
-    if blocked is not None:
-        text = f"of the samples of who loads the images, {percent(blocked)} were in a call that reads or waits"
-        waits = make_evidence(text, blocked, "stacks.jsonl: places")
+    if cost.place is not None:
+        text = f"{cost.steady_s:,.1f} s of the wait are of who loads the images, in a call that reads or waits"
+        waits = make_evidence(text, cost.steady_s, "stacks.jsonl: places")
     evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait"), waits]
-    confidence = 0.65 if waits is None else 0.8
-    return make_input_wait_finding(run, cause, evidence, confidence=confidence, excluded_s=computed_s)
+    found = _explain_wait(run, cost, evidence, confidence=0.65 if waits is None else 0.8)
+    return None if found is None else msgspec.structs.replace(found, saved=min(saved, found.saved))
 
 
 def _native_loader_evidence(run: RunRecords, so: str) -> Evidence | None:
@@ -282,7 +275,7 @@ def _network_evidence(run: RunRecords) -> Evidence | None:
     return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")
 
 
-def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
+def slow_decode(run: RunRecords, cost: Cost) -> Explanation | None:
     """By the loader's stages; in a loop without stages, by its stack samples, or by processes that compute during the
     wait."""
     if is_under_memory_pressure(run):
@@ -292,36 +285,34 @@ def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
         if not is_mostly(run, "decode"):
             return None
         evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run), _size_evidence(run)]
-        return make_input_wait_finding(run, cause, evidence)
-    if decodes_in_training_thread(run):
+        return _explain_wait(run, cost, evidence)
+    if cost.role == "training" and decodes_in_training_thread(run):
         samples = stack_evidence(run, "the preparation of batches", "decode", "input_wait")
         despite_workers = _loads_despite_workers(run)
         evidence = [preparing_evidence(run), despite_workers, samples, cpu_utilization_evidence(run)]
         contradicted = samples_contradict(run, fraction_of_phase(run, "input_wait") or 0.0, "decode", "input_wait")
-        confidence = cause.confidence / 2 if contradicted else None
-        fix = None if despite_workers is None else cause.other_fixes["despite workers"]
-        return make_input_wait_finding(run, cause, evidence, confidence=confidence, fix=fix)
+        confidence = SLOW_DECODE.confidence / 2 if contradicted else None
+        fix = None if despite_workers is None else SLOW_DECODE.other_fixes["despite workers"]
+        return _explain_wait(run, cost, evidence, confidence=confidence, fix=fix)
     cores = loader_cpu(run)
     if cores is None or idle_while_waiting_evidence(run) is not None:
         return None
-    minimum = cause.threshold("min_decoding_fraction")
-    decoding = loading.loading_fraction(run, loading.count_decoding, minimum)
     evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
-    if decoding is not None and decoding >= minimum:
-        text = f"of the samples of who loads the images, {percent(decoding)} were in decoding or a transform"
-        evidence.append(make_evidence(text, decoding, "stacks.jsonl: places"))
-        return make_input_wait_finding(run, cause, evidence, is_computing=True)
+    if cost.does in ("decode", "read") and cost.low_s >= SLOW_DECODE.threshold("min_decoding_fraction") * cost.place_s:
+        text = f"{cost.steady_s:,.1f} s of the wait are of who loads the images, in decoding or a transform"
+        evidence.append(make_evidence(text, cost.steady_s, "stacks.jsonl: places"))
+        return _explain_wait(run, cost, evidence, is_computing=True)
     if computes := _native_loader_evidence(run, "they compute meanwhile"):
-        return make_input_wait_finding(run, cause, [*evidence, computes], confidence=0.8, is_computing=True)
-    return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
+        return _explain_wait(run, cost, [*evidence, computes], confidence=0.8, is_computing=True)
+    return _explain_wait(run, cost, evidence, confidence=0.65, is_computing=True)
 
 
 def _loads_despite_workers(run: RunRecords) -> Evidence | None:
     """That the training thread loads by itself although the loader has workers, as a sampler does that opens images."""
     kinds = ("decode", "input_wait")
     own = [place for place in run.places if place.role == "training" and place.kind in kinds and place.callers
-           and not place.is_startup and not LOADER_CALL.search(place.call)
-           and not LOOP_CALL.search(place.call)]  # fmt: skip
+           and not place.is_startup and not CALLS["loader"].search(place.call)
+           and not CALLS["loop"].search(place.call)]  # fmt: skip
     if not run.facts.get("workers") or not own:
         return None
     largest = max(own, key=lambda place: place.seconds)
@@ -332,16 +323,18 @@ def _loads_despite_workers(run: RunRecords) -> Evidence | None:
     return make_evidence(text, largest.seconds, "stacks.jsonl: places")
 
 
-def too_few_cores(run: RunRecords, cause: Cause) -> Finding | None:
+def too_few_cores(run: RunRecords, cost: Cost) -> Explanation | None:
     stage, stage_fraction = largest_stage(run)
     utilization = run.cpu_utilization
     if not run.gpus or utilization is None or utilization < BUSY_CORES or not is_mostly(run, "decode"):
         return None
+    if CPU_CONTENTION.severity(contended_fraction(run)) is not None:
+        return None  # others have the cores
     evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
     if run.host.cores is not None:
         per_gpu = run.host.cores / len(run.gpus)
         evidence.append(make_evidence(f"{per_gpu:g} cores for each GPU", per_gpu, "devices.jsonl: cpu_limit_cores"))
-    return make_input_wait_finding(run, cause, [*evidence, _size_evidence(run)])
+    return _explain_wait(run, cost, [*evidence, _size_evidence(run)])
 
 
 def _size_evidence(run: RunRecords) -> Evidence | None:
@@ -359,8 +352,8 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
     return make_evidence(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")
 
 
-def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
-    cores, utilization = run.host.cores, run.cpu_utilization
+def too_few_workers(run: RunRecords, cost: Cost) -> Explanation | None:
+    cause, cores, utilization = TOO_FEW_WORKERS, run.host.cores, run.cpu_utilization
     if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
         return None
     stage, stage_fraction = largest_stage(run)
@@ -377,19 +370,17 @@ def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
         workers_evidence = make_evidence(text, num_workers, source)
         evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
         title = "" if num_workers else NO_WORKERS_TITLE
-        return make_input_wait_finding(run, cause, evidence, is_computing=True, title=title)
+        return _explain_wait(run, cost, evidence, is_computing=True, title=title)
     loader_cores = loader_cpu(run)
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None
-    minimum = cause.threshold("min_working_fraction")
-    working = loading.loading_fraction(run, loading.count_working, minimum)
     computes = _native_loader_evidence(run, "as many as one computes meanwhile")
-    if working is not None and working >= minimum:
-        text = f"of the samples of who loads the images, {percent(working)} were in code that computes"
-        computes = make_evidence(text, working, "stacks.jsonl: places")
+    if cost.does in ("decode", "work"):
+        text = f"{cost.steady_s:,.1f} s of the wait are of who loads the images, in code that computes"
+        computes = make_evidence(text, cost.steady_s, "stacks.jsonl: places")
     evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run), computes]
     confidence = 0.6 if computes is None else 0.8
-    return make_input_wait_finding(run, cause, evidence, confidence=confidence, is_computing=True)
+    return _explain_wait(run, cost, evidence, confidence=confidence, is_computing=True)
 
 
 def _num_workers(run: RunRecords) -> int | None:
@@ -400,7 +391,7 @@ def _num_workers(run: RunRecords) -> int | None:
     return num_workers if isinstance(num_workers, int) else None
 
 
-def exposed_h2d_copies(run: RunRecords, cause: Cause) -> Finding | None:
-    if run.phase_seconds("h2d") > 0:
-        return make_phase_finding(run, cause, "h2d")
-    return make_traced_finding(run, cause, "copies", "copy_s") if run.traces.wall_s else None
+def exposed_h2d_copies(run: RunRecords, cost: Cost) -> Explanation | None:
+    if cost.phase == "h2d":
+        return Explanation()
+    return explain_traced(run, "copies", "copy_s") if not run.phase_seconds("h2d") else None

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
+
 from stoker_watch.diagnosis.causes.cause import Cause, find_cause, worst
-from stoker_watch.diagnosis.causes.mistakes import MistakeKind, mistake_evidence, mistake_kinds, mistakes_of
+from stoker_watch.diagnosis.causes.mistakes import (
+    TRAINING_MISTAKE,
+    MistakeKind,
+    mistake_evidence,
+    mistake_kinds,
+    mistakes_of,
+)
 from stoker_watch.diagnosis.causes.shared import fill_fix, is_long_enough, make_evidence, make_finding, percent
 from stoker_watch.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker_watch.durations import parse_duration
@@ -16,6 +24,8 @@ from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.runs.schemas import Event
 
 _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
+DIVERGED = "diverged"
+"""Id of the end of a job whose output shows such losses."""
 LR_TOO_HIGH = find_cause("lr_too_high")
 LR_TOO_LOW = find_cause("lr_too_low")
 UNSTABLE_TRAINING = find_cause("unstable_training")
@@ -266,7 +276,7 @@ def lr_evidence(run: RunRecords) -> Evidence | None:
 
 def _scale_evidence(run: RunRecords) -> Evidence | None:
     """Images up to 255, which tell something where a training fails; many detectors expect them."""
-    seen = mistakes_of(run, find_cause("training_mistake"))
+    seen = mistakes_of(run, TRAINING_MISTAKE)
     return next((mistake_evidence(kind, values) for kind, values in seen if kind.id == "unscaled_images"), None)
 
 
@@ -474,3 +484,19 @@ def bad_images(run: RunRecords, cause: Cause) -> Finding | None:
         make_evidence(f"{path}: {error}", source="quarantine.jsonl") for path, error in run.quarantined.items()
     ]
     return make_finding(run, cause, count, evidence)
+
+
+def merge_divergence(
+    run: RunRecords, ends: list[Finding], others: list[Finding]
+) -> tuple[list[Finding], list[Finding]]:
+    """The loss that the output shows to be NaN or infinite is the one that the records know more of: one finding."""
+    lost = next((finding for finding in others if finding.id == "non_finite_loss"), None)
+    ended = next((finding for finding in ends if finding.id == DIVERGED), None)
+    sudden, fix = find_sudden(run)
+    if lost is None and ended is not None and ended.severity == "critical" and sudden is not None:
+        merged = msgspec.structs.replace(ended, evidence=[*ended.evidence, sudden], fix=fix)
+        return [merged if end is ended else end for end in ends], others
+    if lost is None or ended is None or ended.severity != lost.severity:
+        return ends, others
+    merged = msgspec.structs.replace(lost, id=ended.id, title=ended.title, evidence=[*ended.evidence, *lost.evidence])
+    return [merged if end is ended else end for end in ends], [other for other in others if other is not lost]

@@ -14,6 +14,7 @@ from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding
 from stoker_watch.knowledge import read_toml
 
+TRAINING_MISTAKE = find_cause("training_mistake")
 _RECORDS_STACKS = r" \(python[\d.]+t?/(traceback|linecache)\.py\)$"
 """Innermost frames in which PyTorch's anomaly mode records the stack of an operation."""
 
@@ -22,9 +23,8 @@ class MistakeKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A row of `knowledge/mistakes.toml`, whose head explains the fields."""
 
     id: str
-    cause: Literal[
-        "debug_mode", "training_mistake", "non_finite_loss", "threads_oversubscribed", "lr_too_high", "lr_too_low"
-    ]
+    cause: str
+    """A row of causes.toml."""
     title: str
     text: str
     severity: Literal["info", "warning", "critical"]
@@ -53,7 +53,7 @@ def mistakes_of(run: RunRecords, cause: Cause) -> list[tuple[MistakeKind, dict[s
 def _in_memory(run: RunRecords, kind: MistakeKind) -> MistakeKind:
     """Graphs that are kept cost nothing where they are given back with the loss of their step: a warning only where
     memory rises far and falls again, or grows."""
-    threshold = find_cause("training_mistake").threshold
+    threshold = TRAINING_MISTAKE.threshold
     highest = swing = 0.0
     for value in run.host.rss.values:
         highest = max(highest, value)
@@ -82,7 +82,7 @@ _REFINED = {"retained_graph": _in_memory, "zero_gradients": _with_zero_loss}
 
 def _losses_without_bound(run: RunRecords) -> list[dict[str, Any]]:
     """A loss that began above zero and falls below it faster and faster."""
-    values, threshold = run.learning.loss.values, find_cause("training_mistake").threshold
+    values, threshold = run.learning.loss.values, TRAINING_MISTAKE.threshold
     third = len(values) // 3
     if not third or len(values) < threshold("min_windows") or values[0] <= 0:
         return []

@@ -1,15 +1,15 @@
 """Helpers of the rules: findings from a cause's row and measured values, evidence lines, and fits of steady growth."""
 
-import dataclasses
-import itertools
 import math
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from stoker_watch.diagnosis.causes.cause import Cause, common_threshold, fill_apis, find_cause
-from stoker_watch.diagnosis.run_data import LinearFit, RunRecords, TimeSeries
+from stoker_watch.diagnosis.causes.cause import Cause, common_threshold, fill_apis
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
+
+ONE_RANK = 0.9
+"""Fraction of the time that all ranks spent in a phase, from which rank 0 counts as the only one that was in it."""
 
 
 def make_finding(
@@ -112,40 +112,6 @@ def fraction_of_phase(run: RunRecords, *phases: str) -> float | None:
     return run.steady_phase_fraction(*phases)
 
 
-def rare_worker_start_fraction(run: RunRecords) -> float:
-    """Fraction of the time after the start in which the training waited for loader workers that were started once more,
-    as after the first epoch of a short run: a wait that will be rare. 0 if they are started again and again."""
-    steady = run.steady
-    if not run.is_external or steady.worker_starts >= find_cause("workers_start_again").threshold("min_starts"):
-        return 0.0
-    return min(steady.worker_start_s, steady.phases.get("input_wait", 0.0)) / max(steady.wall_s, 1e-9)
-
-
-def make_traced_finding(run: RunRecords, cause: Cause, what: str, field: str) -> Finding | None:
-    """The finding of the time of traced steps in which only `what` ran: a field of traces.jsonl, in seconds."""
-    fraction = getattr(run.traces, field) / run.traces.wall_s
-    text = f"only {what} ran in {percent(fraction)} of {run.traces.steps} traced steps"
-    evidence = [make_evidence(text, fraction, f"traces.jsonl: {field}")]
-    lost_s, basis = fraction * run.phase_seconds("compute"), "the traced fraction of the time in steps"
-    return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis)
-
-
-def make_phase_finding(
-    run: RunRecords,
-    cause: Cause,
-    *phases: str,
-    extra_evidence: Iterable[Evidence | None] = (),
-    excluded_s: float = 0.0,
-    waited_s: float = 0.0,
-    **options: Any,
-) -> Finding | None:
-    """A cause whose lost time is that of phases, as a clock measured it. excluded_s: seconds of them that it did not
-    cost. waited_s: what it cost other ranks. options: as of `make_finding`."""
-    evidence = [*(phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0), *extra_evidence]
-    lost_s = run.phase_seconds(*phases) - excluded_s + waited_s
-    return make_finding(run, cause, fraction_of_phase(run, *phases), evidence, lost_s=lost_s, **options)
-
-
 # Stack samples
 
 
@@ -176,15 +142,6 @@ def binomial_tail(successes: int, count: int, fraction: float) -> float:
     ))  # fmt: skip
 
 
-def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
-    """Fraction of the main thread's samples in these kinds; None if they are too few to exceed the cause's threshold
-    with certainty."""
-    if not has_enough_stacks(run):
-        return None
-    is_enough = certain_stack_fraction(run, *kinds) >= (cause.warning_threshold or 0.0)
-    return run.stacks.fraction(*kinds) if is_enough else None
-
-
 def certain_stack_fraction(run: RunRecords, *kinds: str) -> float:
     """At least this fraction of the time was in these kinds, as far as its number of samples shows."""
     fraction = run.stacks.fraction(*kinds)
@@ -198,29 +155,6 @@ def sampled_device_s(run: RunRecords, fraction: float) -> float | None:
         return fraction * run.steady_device_s
     error = math.sqrt((1 - fraction) / (fraction * run.stacks.samples))
     return fraction * run.steady_device_s if error <= common_threshold("max_sampling_error") else None
-
-
-def make_stack_finding(
-    run: RunRecords,
-    cause: Cause,
-    description: str,
-    *kinds: str,
-    extra_evidence: Iterable[Evidence | None] = (),
-    max_fraction: float = 1.0,
-    place_s: float = 0.0,
-    **options: Any,
-) -> Finding | None:
-    """A cause of a job whose loop no clock measures: as large as the fraction of the main thread's stack samples.
-    place_s: of the place that is named; from half of that on, it is what was lost, and where samples are few."""
-    fraction = stack_fraction(run, cause, *kinds)
-    if fraction is None or not is_long_enough(run):
-        return None
-    fraction = min(fraction, max_fraction)
-    lost_s, basis = sampled_device_s(run, fraction), "the fraction of the main thread's stack samples"
-    if place_s and (lost_s is None or lost_s / 2 <= place_s):
-        lost_s, basis = min(place_s, run.steady_device_s), "the samples of the place"
-    evidence = [stack_evidence(run, description, *kinds), *extra_evidence]
-    return make_finding(run, cause, fraction, evidence, lost_s=lost_s, estimate_basis=basis, **options)
 
 
 # Evidence
@@ -306,75 +240,6 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
     return max(fractions, default=None)
 
 
-# Growth
-
-
-def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that looks like a leak: it is straight, and neither slows down nor has ended. All causes of
-    this kind have the same thresholds."""
-    threshold = find_cause("gpu_memory_leak").threshold
-    if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
-        return None
-    series = series.without_releases(threshold("max_released"))
-    whole, early, late = series.fit_line(), series.fit_line(0.0, 0.5), series.fit_line(0.5, 1.0)
-    if whole is None or early is None or late is None or whole.slope <= 0:
-        return None
-    if whole.r_squared < threshold("min_r_squared") or late.slope < threshold("min_slope_ratio") * early.slope:
-        return None
-    newest = series.fit_line(0.8, 1.0)
-    has_ended = newest is not None and newest.slope < threshold("min_newest_ratio") * late.slope
-    return late if late.slope > 0 and not has_ended else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Stairs:
-    """Growth by stairs of about the same size, as at the end of each epoch. size: of a stair; interval_s: from one to
-    the next."""
-
-    size: float
-    interval_s: float
-
-
-def fit_stairs(series: TimeSeries) -> Stairs | None:
-    """Stairs that go on: between them the series is flat, the last one is as large as the others and not long ago.
-    Memory that is in use only for a time does not count: what counts at any moment is the least of the time after it.
-    """
-    threshold = find_cause("host_memory_leak").threshold
-    points = series.points
-    if series.span_s < threshold("min_stairs_span_s"):
-        return None
-    kept = list(itertools.accumulate(reversed(series.values), min))[::-1]
-    growth = kept[-1] - kept[0] if kept else 0.0
-    rises: list[tuple[float, float, float]] = []  # start, end, size
-    was_rising = False
-    for (start_t, _), (end_t, _), low, high in zip(points, points[1:], kept, kept[1:], strict=False):
-        is_rising = high - low > threshold("flat_fraction") * growth
-        if is_rising:
-            begin_t, _, size = rises.pop() if was_rising else (start_t, 0.0, 0.0)
-            rises.append((begin_t, end_t, size + high - low))
-        was_rising = is_rising
-    if len(rises) < threshold("min_stairs"):
-        return None
-    starts, sizes = [start for start, _, _ in rises], [size for _, _, size in rises]
-    intervals = [later - earlier for earlier, later in itertools.pairwise(starts)]
-    is_regular = max(intervals) <= 2 * min(intervals) and max(sizes[1:]) <= 2 * min(sizes[1:])
-    noise = statistics.median(value - low for value, low in zip(series.values, kept, strict=True))
-    is_noise = min(sizes[1:]) < 2 * noise
-    is_flat_between = sum(end - start for start, end, _ in rises) <= series.span_s / 2
-    goes_on = points[-1][0] - starts[-1] <= 2 * max(intervals)
-    if is_noise or not (is_regular and is_flat_between and goes_on and sum(sizes) >= growth / 2):
-        return None
-    return Stairs(sum(sizes[1:]) / len(sizes[1:]), sum(intervals) / len(intervals))
-
-
-def format_duration(seconds: float) -> str:
-    hours = seconds / 3600
-    days = hours / 24
-    if days >= 2:
-        return f"{days:,.0f} days"
-    return f"{hours:.1f} h" if hours >= 1 else f"{seconds / 60:.0f} min"
-
-
 def wait_in_evaluations_s(run: RunRecords) -> float:
     """Device-seconds of a watched job's evaluations in which they wait for images, too: what the stack samples show
     beyond the phase `input_wait`, which is that of the training. 0 if it may be chance."""
@@ -386,3 +251,11 @@ def wait_in_evaluations_s(run: RunRecords) -> float:
     if certain_stack_fraction(run, "input_wait", "decode") * sampled_s <= waited_s:
         return 0.0
     return min(eval_s, fraction * sampled_s - waited_s)
+
+
+def waits_for_rank_0_s(run: RunRecords, phase: str) -> float:
+    """Device-seconds that the other ranks waited for rank 0 while it alone was in a phase."""
+    alone_s = run.steady.phases.get(phase, 0.0)
+    if run.num_ranks < 2 or alone_s < ONE_RANK * run.phase_seconds(phase):
+        return 0.0
+    return min(run.totals.straggler_s.get(0, 0.0), (run.num_ranks - 1) * alone_s)

@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from stoker_watch.diagnosis.places.costly import IN_STEP, MAIN_FRACTION, is_callees
+from stoker_watch.diagnosis.places.describe import is_callees
 from stoker_watch.diagnosis.run_data import RunRecords
-from stoker_watch.runs.schemas import Place
+from stoker_watch.runs.schemas import LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
 
+_IN_STEP = frozenset({"comm", "compute", "sync", LOOP_IN_STEP, WITHOUT_GRADIENTS})
+MAIN_FRACTION = 0.8
+"""Fraction of a process' samples in one place from which it is stuck there, or of its time from which it waits."""
 COMMON_FRACTION = 0.98
 """Fraction of the samples of a process that is stuck, in what a line calls, from which it is stuck there."""
 LAUNCHES = re.compile(r"spawn|start_processes|elastic|^subprocess\.|\.join$|\.communicate$")
@@ -35,7 +38,7 @@ def stuck_places(run: RunRecords) -> tuple[list[BlockedProcess], list[BlockedPro
         if window.role == "worker":
             text = f"a loader worker{f' of {who}' if run.num_ranks > 1 else ''} (process {pid})"
             stuck.append(BlockedProcess(text, place, pid))
-        elif place.kind in IN_STEP or (place.kind == "input_wait" and has_loader):
+        elif place.kind in _IN_STEP or (place.kind == "input_wait" and has_loader):
             waiting.append(BlockedProcess(who, place, pid))
         else:
             stuck.append(BlockedProcess(who, place, pid))

@@ -130,7 +130,7 @@ class PlaceCounter:
 
 
 def find_places(
-    run: RunRecords, role: str = "training", *, kind: str = "", call: str = "", leaf: str = ""
+    run: RunRecords, role: str = "training", *, kind: str = "", call: str | re.Pattern[str] = "", leaf: str = ""
 ) -> PlaceTotal | None:
     """The sum of all places of a role after the start that match; None without any. Its texts are those of the largest
     of them. kind, call, leaf: patterns that match anywhere in the text."""
@@ -148,8 +148,8 @@ def find_places(
 def merge_places(found: Iterable[PlaceTotal]) -> PlaceTotal | None:
     """Their sum, with the texts of the largest; None without any."""
     ordered = sorted(found, key=lambda total: -total.seconds)
-    if not ordered:
-        return None
+    if len(ordered) < 2:
+        return ordered[0] if ordered else None
     leaves: collections.Counter[str] = collections.Counter()
     for total in ordered:
         leaves.update(total.leaves)
