@@ -22,8 +22,9 @@ from stoker_watch.diagnosis.places.grouping import (
     lines_of,
     what_it_does,
 )
+from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import scale_to_leaves
-from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
 from stoker_watch.runs.totals import add_amounts
 
@@ -50,37 +51,6 @@ _NEVER_STEPS = frozenset({"python", "gc", "compile", "checkpoint", "comm", "sync
 _STEP_KINDS = frozenset({"compute", LOOP_IN_STEP})
 _LOOP_KINDS = ("python", "gc", "other", "sync")
 """Kinds of samples that belong to a loop where its line is more often in steps."""
-
-
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Time that was spent in one place, or in what no place has of a phase."""
-
-    phase: str
-    """Of the ledger; of a place in a phase without a name, that which its samples belong to."""
-    seconds: float
-    """Device-seconds, over the whole run."""
-    steady_s: float
-    """Those after the start."""
-    place_s: float = 0.0
-    """Those of its place in all phases."""
-    role: str = "training"
-    """Who did it: the training thread, or loader workers and threads while that waited for them."""
-    rank: int = 0
-    does: str = ""
-    """What it is of a wait for input: "decode", "read", "work"; else empty."""
-    place: PlaceTotal | None = None
-    """Where most of it is, with the seconds of that; of a worker, those of its own time. None: only the phase is
-    known."""
-    whole: PlaceTotal | None = None
-    """All of it, with the line that calls it, if the place is only a part."""
-    parts: tuple[PlaceTotal, ...] = ()
-    """Places that it consists of, the largest first."""
-
-    @property
-    def low_s(self) -> float:
-        """Low end of the interval of `place_s`, by its samples."""
-        sampled = self.whole or self.place
-        return self.place_s * sampled.low_s / sampled.seconds if sampled is not None and sampled.seconds else 0.0
 
 
 def divide_time(run: RunRecords) -> list[Cost]:

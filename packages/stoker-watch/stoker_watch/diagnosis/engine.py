@@ -16,8 +16,8 @@ import msgspec
 from stoker_watch.diagnosis.causes import gpu, hang, host, input, learning, memory, mistakes, overhead, steps
 from stoker_watch.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker_watch.diagnosis.causes.explanation import Explanation, make_cost_finding
-from stoker_watch.diagnosis.costs import Cost
 from stoker_watch.diagnosis.endings import endings
+from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding

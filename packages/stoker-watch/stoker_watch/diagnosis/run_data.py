@@ -13,16 +13,12 @@ import math
 import signal
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
+from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
+from stoker_watch.findings.finding import Finding
 from stoker_watch.runs.schemas import DeviceSample, Event, Place, Probe, StackWindow
 from stoker_watch.runs.totals import Totals, TotalsSum, add_amounts
-
-if TYPE_CHECKING:
-    from stoker_watch.diagnosis.costs import Cost
-    from stoker_watch.findings.finding import Finding
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
@@ -435,53 +431,6 @@ class StackStats:
         add_amounts(self.frames, other.frames)
 
 
-class SampledPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """All samples in one place of the processes of a role and rank: a line of the job's own code and what it called.
-    `schemas.Place` explains line, function, call and kind."""
-
-    role: str
-    """training, worker or thread."""
-    rank: int
-    line: str
-    function: str
-    call: str
-    part: str
-    """The part of stoker, in a training of its own; rules only judge lines of the user."""
-    callers: str
-    """The lines of the job's own code that called its function, the nearest first, of most of the samples."""
-    kind: str
-    samples: int
-    seconds: float
-    """Wall time of the process; of workers, which are sampled in turn, of each of them."""
-    low_s: float
-    high_s: float
-    """95 % interval by Wilson, Journal of the American Statistical Association 22, 1927."""
-
-
-class PlaceTotal(SampledPlace, frozen=True, kw_only=True):
-    """What the rules know of a place; `places/totals.py` adds it up."""
-
-    is_startup: bool
-    """Before the first steps."""
-    leaves: dict[str, int]
-    """Innermost frame → samples."""
-    windows: int
-    """Lines of stacks.jsonl in which it was seen: one is a single call, or several in the same seconds."""
-    window_fraction: float
-    """The same as a fraction of the lines of its role and rank, before or after the first steps."""
-    bursts: int
-    """Groups of consecutive lines in which it was seen."""
-
-    @property
-    def file_and_function(self) -> tuple[str, str]:
-        return self.line.rpartition(":")[0], self.function
-
-    @property
-    def thread(self) -> tuple[str, int]:
-        """Role and rank; the workers of all ranks do the same, and count as those of rank 0."""
-        return self.role, self.rank if self.role == "training" else 0
-
-
 @dataclasses.dataclass(kw_only=True)
 class StartStall:
     """A training thread that waits in one line before any step: all of its newest samples."""
@@ -587,7 +536,7 @@ class RunRecords:
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
     all_probes: list[Probe] = dataclasses.field(default_factory=list)
-    costs: "list[Cost]" = dataclasses.field(default_factory=list)
+    costs: list[Cost] = dataclasses.field(default_factory=list)
     """All of its time, by `costs.divide_time`."""
     num_ranks: int = 1
     """Number of ranks that have records."""
@@ -623,7 +572,7 @@ class RunRecords:
     """What is known of its end, if it neither runs nor finished."""
     read_output: Callable[[], tuple[LogLine, ...]] = tuple
     """Reads the output so far of a run that has not ended: only where a rule needs it."""
-    endings: "tuple[Finding, ...]" = ()
+    endings: tuple[Finding, ...] = ()
     """What ended it, by `postmortem.explain`."""
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -24,11 +24,12 @@ from stoker_watch.diagnosis.causes.shared import has_enough_stacks
 from stoker_watch.diagnosis.log_meters import find_printed_wait
 from stoker_watch.diagnosis.notes import collect_notes
 from stoker_watch.diagnosis.places.describe import frequency
+from stoker_watch.diagnosis.places.sampled import PlaceTotal, SampledPlace
 from stoker_watch.diagnosis.places.totals import merge_by
 from stoker_watch.diagnosis.places.trees import PlaceNode, place_trees
 from stoker_watch.diagnosis.postmortem import explain, explain_unknown
 from stoker_watch.diagnosis.reader import Observer, read_run
-from stoker_watch.diagnosis.run_data import EventSummary, PlaceTotal, RunRecords, SampledPlace, Termination
+from stoker_watch.diagnosis.run_data import EventSummary, RunRecords, Termination
 from stoker_watch.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
 from stoker_watch.errors import StokerError, UsageError, make_error
 from stoker_watch.findings.finding import Finding

@@ -16,7 +16,7 @@ from stoker_watch.diagnosis.causes.shared import (
     phase_evidence,
     sampled_device_s,
 )
-from stoker_watch.diagnosis.costs import Cost
+from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 

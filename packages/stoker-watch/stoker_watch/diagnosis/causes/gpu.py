@@ -8,7 +8,7 @@ import msgspec
 from stoker_watch.diagnosis.causes.cause import LEVELS, Cause, find_cause, worst
 from stoker_watch.diagnosis.causes.explanation import Explanation
 from stoker_watch.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
-from stoker_watch.diagnosis.costs import Cost
+from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.run_data import GpuStats, RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding, Severity
 from stoker_watch.knowledge import read_toml

@@ -11,7 +11,7 @@ from stoker_watch.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker_watch.diagnosis.costs import Cost
+from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 

@@ -26,9 +26,9 @@ from stoker_watch.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker_watch.diagnosis.costs import Cost
 from stoker_watch.diagnosis.places.describe import ROLE_NAMES, describe_place
 from stoker_watch.diagnosis.places.grouping import CALLS
+from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence
 

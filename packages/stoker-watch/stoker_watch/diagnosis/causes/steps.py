@@ -25,11 +25,11 @@ from stoker_watch.diagnosis.causes.shared import (
     stack_evidence,
     waits_for_rank_0_s,
 )
-from stoker_watch.diagnosis.costs import Cost
 from stoker_watch.diagnosis.places.describe import describe_place, is_single_event
 from stoker_watch.diagnosis.places.grouping import CALLS
+from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import find_places, merge_by
-from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 from stoker_watch.runs.schemas import AFTER_STEP, WITHOUT_GRADIENTS
 

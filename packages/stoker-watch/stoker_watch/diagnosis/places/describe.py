@@ -1,6 +1,7 @@
 """How a place is called in findings."""
 
-from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.diagnosis.places.sampled import PlaceTotal
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.runs.schemas import Place
 
 ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from stoker_watch.diagnosis.places.sampled import PlaceTotal
 from stoker_watch.diagnosis.places.totals import merge_places
-from stoker_watch.diagnosis.run_data import PlaceTotal
 from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
 from stoker_watch.runs.totals import add_amounts

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.diagnosis.places.sampled import PlaceTotal
+from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import LOOP_IN_STEP, StackWindow
 

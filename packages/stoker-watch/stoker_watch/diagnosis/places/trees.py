@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from stoker_watch.diagnosis.places.sampled import PlaceTotal
 from stoker_watch.diagnosis.places.totals import MIN_SHARE, wilson
-from stoker_watch.diagnosis.run_data import PlaceTotal, RunRecords
+from stoker_watch.diagnosis.run_data import RunRecords
 
 MAX_TREES, MAX_NODES = 8, 12
 """Trees of a run, and nodes below a node."""
