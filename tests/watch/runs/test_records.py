@@ -64,7 +64,7 @@ FILES = {
     "stoker compare RUN RUN2 --json": [compare.Comparison, compare.PhaseChange, compare.Change, compare.SpeedRatio],
     "stoker report RUN --json": [run_report.RunReport, run_report.Setting, run_report.EvalResult, run_report.Restart],
     "stoker why --all FOLDER --json": [
-        runs_summary.RunsSummary, runs_summary.Aggregate, runs_summary.Cost, runs_summary.RunSummary,
+        runs_summary.RunsSummary, runs_summary.Aggregate, runs_summary.CauseCost, runs_summary.RunSummary,
         runs_summary.FailureCount, runs_summary.UnreadableRun,
     ],
 }  # fmt: skip

@@ -57,13 +57,13 @@ def group_places(
     outside: collections.Counter[str] = collections.Counter()
     for place in places:
         outside.update(dict.fromkeys(lines_of(place), place.samples))
-    groups: dict[_Key, list[PlaceTotal]] = {}
+    groups: dict[_GroupKey, list[PlaceTotal]] = {}
     for place in places:
         lines = lines_of(place)[::-1]
         first = next((line for line in lines if step_lines.get(line, 0) < MIN_STEPS * outside[line]), "")
-        key = _Key(first) if first else _Key(place.line, call=place.call)
+        key = _GroupKey(first) if first else _GroupKey(place.line, call=place.call)
         if place.function and place.file_and_function not in have_steps and first in ("", place.line):
-            key = _Key(*place.file_and_function)
+            key = _GroupKey(*place.file_and_function)
         groups.setdefault(key, []).append(place)
     of_functions = {key: groups.pop(key) for key in [key for key in groups if key.function]}
     for key, group in of_functions.items():
@@ -71,7 +71,7 @@ def group_places(
     return [_make_group(key, group) for key, group in _join_statements(groups, step_lines).items()]
 
 
-class _Key(NamedTuple):
+class _GroupKey(NamedTuple):
     """What the places of a group have in common. where: a line, or some of a block; of a function, its file."""
 
     where: str
@@ -79,7 +79,7 @@ class _Key(NamedTuple):
     call: str = ""
 
 
-def _split_function(key: _Key, group: list[PlaceTotal]) -> dict[_Key, list[PlaceTotal]]:
+def _split_function(key: _GroupKey, group: list[PlaceTotal]) -> dict[_GroupKey, list[PlaceTotal]]:
     """The places of a function: those of a call that has NEARLY_ALL of it apart from its other statements."""
     calls: dict[str, list[PlaceTotal]] = {}
     for place in group:
@@ -92,20 +92,20 @@ def _split_function(key: _Key, group: list[PlaceTotal]) -> dict[_Key, list[Place
 
 
 def _join_statements(
-    groups: dict[_Key, list[PlaceTotal]], step_lines: Mapping[str, int]
-) -> dict[_Key, list[PlaceTotal]]:
+    groups: dict[_GroupKey, list[PlaceTotal]], step_lines: Mapping[str, int]
+) -> dict[_GroupKey, list[PlaceTotal]]:
     """Lines of one block as one group: from one to the next there are at most MAX_STATEMENT_GAP lines, none of which is
     in a step."""
     steps = {position(line) for line, count in step_lines.items() if count}
     joined = {key: group for key, group in groups.items() if key.function}
-    block: list[_Key] = []
+    block: list[_GroupKey] = []
 
     def end_block() -> None:
         if block:
             file, first = position(block[0].where)
             last = position(block[-1].where)[1]
             lines = block[0].where if first == last else f"{file}:{first}-{last}"
-            joined[_Key(lines)] = [place for key in block for place in groups[key]]
+            joined[_GroupKey(lines)] = [place for key in block for place in groups[key]]
             block.clear()
 
     for key in sorted((key for key in groups if not key.function), key=lambda key: position(key.where)):
@@ -120,7 +120,7 @@ def _join_statements(
     return joined
 
 
-def _make_group(key: _Key, group: list[PlaceTotal]) -> PlaceGroup:
+def _make_group(key: _GroupKey, group: list[PlaceTotal]) -> PlaceGroup:
     whole = merge_places(group)
     assert whole is not None
     parts = tuple(sorted(group, key=lambda place: -place.seconds))
