@@ -8,7 +8,7 @@ is not said here: the rules in `causes/` explain costs, `engine.py` makes findin
 
 import collections
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
@@ -82,18 +82,8 @@ def _divide_rank(run: RunRecords, rank: int) -> list[Cost]:
                 left[name] -= seconds
                 add_amounts(of_phase, {_name_phase(part.kind, name, steady): seconds})
         place_s = sum(of_phase.values())
-        costs += [
-            _make_cost(group, phase, seconds, rank, place_s) for phase, seconds in of_phase.items() if seconds > 0
-        ]
-    seen: dict[str, list[PlaceTotal]] = {}
-    for place in rest:  # what no place has, by the kinds of its samples where no clock has a name for it
-        for name, seconds in next(shares).items():
-            phase = _name_phase(place.kind, name, steady)
-            if phase != name and (name in _UNNAMED or place.kind in _NEVER_STEPS):
-                left[name] -= seconds
-                add_amounts(left, {phase: seconds})
-            if place.line:
-                seen.setdefault(phase, []).append(place)
+        costs += [_make_cost(group, name, seconds, rank, place_s) for name, seconds in of_phase.items() if seconds > 0]
+    seen = _name_rest(rest, shares, left, steady)
     outside = {name: max(0.0, phases[name] - steady.get(name, 0.0)) for name in phases}
     if rank == 0 and (waited_s := min(left.get("eval", 0.0), wait_in_evaluations_s(run))) > 0:
         left["eval"] -= waited_s
@@ -105,6 +95,22 @@ def _divide_rank(run: RunRecords, rank: int) -> list[Cost]:
         if seconds > 0:
             costs.append(Cost(phase=name, seconds=seconds, steady_s=steady_s, rank=rank, parts=tuple(parts)))
     return [part for cost in costs for part in _divide_wait(run, cost)]
+
+
+def _name_rest(
+    rest: Sequence[PlaceTotal], shares: Iterator[dict[str, float]], left: dict[str, float], clock: Container[str]
+) -> dict[str, list[PlaceTotal]]:
+    """Moves what is left of phases without a name to the phases of the samples there. Their places by phase."""
+    seen: dict[str, list[PlaceTotal]] = {}
+    for place in rest:
+        for name, seconds in next(shares).items():
+            phase = _name_phase(place.kind, name, clock)
+            if phase != name and (name in _UNNAMED or place.kind in _NEVER_STEPS):
+                left[name] -= seconds
+                add_amounts(left, {phase: seconds})
+            if place.line:
+                seen.setdefault(phase, []).append(place)
+    return seen
 
 
 def _with_stragglers(run: RunRecords, phases: dict[str, float]) -> dict[str, float]:

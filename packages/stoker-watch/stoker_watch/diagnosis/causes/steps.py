@@ -127,24 +127,29 @@ def host_device_syncs(run: RunRecords, cost: Cost) -> Explanation | None:
         return _idle_in_steps(run, evidence, fix) if cost.place is None else None
     if _computes_elsewhere(run):
         return None
-    by_samples = Explanation(evidence=evidence, fix=fix, basis=BY_SAMPLES)
     explained = waits_for_own_threads(run)
     if cost.place is not None:
         is_wait = cost.place.kind in _WAITS and cost.place.kind not in explained
-        return by_samples if is_wait else None
+        return Explanation(evidence=evidence, fix=fix, basis=BY_SAMPLES) if is_wait else None
     between = _between_step_phases(run)
     fraction = fraction_of_phase(run, *between)
     if (cost.phase == "sync" and run.phase_seconds("sync") > 0) or (cost.phase in between and fraction is not None):
         is_wait = cost.phase == "sync" or _is_thread_idle(run, fraction or 0.0) is True
         return Explanation(evidence=evidence, fix=fix) if is_wait else None
-    kind = "sync" if cost.phase == "sync" else "idle"
-    if cost.phase not in ("sync", "host") or kind in explained:
+    kind = {"sync": "sync", "host": "idle"}.get(cost.phase)
+    if kind is None or kind in explained:
         return None
-    busy = max((gpu.utilization.value or 0.0 for gpu in run.gpus.values()), default=0.0)  # it waits for its work else
+    saved = _waiting_fraction(run, cost, kind)
+    return Explanation(evidence=evidence, fix=fix, saved=saved, basis=BY_SAMPLES) if saved > 0 else None
+
+
+def _waiting_fraction(run: RunRecords, cost: Cost, kind: str) -> float:
+    """Fraction of a cost without a clock in which the thread waits, and not for a device that works for it."""
+    busy = max((gpu.utilization.value or 0.0 for gpu in run.gpus.values()), default=0.0)
     saved = (1 - busy) / max(run.stacks.fraction(*_WAITS), 1e-9)
     if kind == "idle":
         saved = min(saved, run.stacks.fraction("idle") * run.steady.wall_s / cost.seconds)
-    return msgspec.structs.replace(by_samples, saved=min(1.0, saved)) if saved > 0 else None
+    return min(1.0, saved)
 
 
 def waits_for_own_threads(run: RunRecords) -> tuple[str, ...]:
