@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker_watch.diagnosis import postmortem
+from stoker_watch.diagnosis import end_facts
 from stoker_watch.diagnosis.engine import diagnose
 from stoker_watch.diagnosis.reader import read_run
 from stoker_watch.findings.finding import Finding
@@ -190,7 +190,7 @@ def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatc
     watched.kill(signal.SIGKILL)
     watched.end()
     assert first(watched.folder).id == "killed", "too short to say so"
-    monkeypatch.setattr(postmortem, "MIN_HANG_S", 2.0)
+    monkeypatch.setattr(end_facts, "MIN_HANG_S", 2.0)
     assert first(watched.folder).id == "hang"
 
 

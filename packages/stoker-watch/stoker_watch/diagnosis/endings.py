@@ -28,6 +28,13 @@ class InTraceback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     last_line: str
 
 
+class InFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Facts of an end that hold together (`end_facts.py`). severity: other than the ending's, where they prove less."""
+
+    all: tuple[str, ...]
+    severity: Severity | None = None
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Output that a job printed. source: the thread or source file that it is from, if more is known than `seen`."""
 
@@ -48,6 +55,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     about_another_process: bool = False
     patterns: tuple[str, ...] = ()
     in_traceback: tuple[InTraceback, ...] = ()
+    facts: tuple[InFacts, ...] = ()
     harmless: tuple[str, ...] = ()
     fix: str
     seen: tuple[str, ...]
