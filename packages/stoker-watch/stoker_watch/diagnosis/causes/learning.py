@@ -156,55 +156,37 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     """By an optimizer whose parameters have no gradients; by a schedule that ends early; by the run's own event, unless
     the loss has fallen since; by a constant loss; else by one that hardly changes: at a tiny learning rate, in a
     thousand steps, or (info) in fewer."""
-    learning = run.learning
+    found = _without_gradients(run, cause) or _at_vanished_lr(run, cause)
+    if found is not None:
+        return found
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
-    loss = _median_thirds(learning.loss)
-    without = run.steady.steps_without_gradients
-    if without >= max(cause.threshold("min_steps"), cause.threshold("without_gradients") * run.steady.steps):
-        text = f"no parameter of the optimizer had a gradient in {without:,} of {run.steady.steps:,} steps"
-        kind, shown = mistake_kinds()["no_gradients"], [make_evidence(text, without, _WITHOUT_GRADIENTS)]
-        seen = next((values for other, values in mistakes_of(run, cause) if other is kind), None)
-        shown += [] if seen is None else [mistake_evidence(kind, seen)]
-        return make_finding(
-            run, cause, 2, shown, severity="critical", title=kind.title, fix=kind.fix, lost_s=steps_s,
-            place="" if seen is None else str(seen.get("place") or ""), estimate_basis=basis, confidence=0.9,
-        )  # fmt: skip
-    vanished = learning.steps_with_vanished_lr
-    if vanished >= max(cause.threshold("min_steps"), cause.threshold("vanished_steps") * run.totals.steps):
-        of_highest = f"{cause.threshold('vanished'):g} of the highest learning rate"
-        text = f"{vanished:,} of {run.totals.steps:,} steps were at less than {of_highest}"
-        at_tiny_lr: list[Evidence | None] = [make_evidence(text, vanished, "steps.jsonl: lr"), lr_evidence(run)]
-        title, fix = _VANISHED, cause.other_fixes["vanished"]
-        severity: Severity | None = None
-        if not learning.lr.max_value:
-            title, fix, severity = _ZERO, cause.other_fixes["zero"], "critical"
-            at_tiny_lr = [make_evidence(f"the learning rate was 0 in {vanished:,} steps", 0.0, "steps.jsonl: lr")]
-        lost_s = steps_s * vanished / run.totals.steps
-        return make_finding(
-            run, cause, 2, at_tiny_lr, severity=severity, title=title, fix=fix, lost_s=lost_s,
-            estimate_basis="these steps' part of the time in steps", confidence=0.9,
-        )  # fmt: skip
-    if events := learning.events.get("lr_too_low"):
-        has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
+    thirds = _median_thirds(run.learning.loss)
+    if events := run.learning.events.get("lr_too_low"):
+        has_learned = thirds is not None and thirds[-1] < cause.threshold("learned") * thirds[0]
         return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
-    still, first = _find_constant_loss(run), next(iter(learning.loss.values), 0.0)
+    still, first = _find_constant_loss(run), next(iter(run.learning.loss.values), 0.0)
     if still is not None and cause.threshold("learned") * first < still.value < LR_TOO_HIGH.threshold("risen") * first:
         text = f"the loss is {still.value:.4g} {still.text}"
         constant = [make_evidence(text, still.value, "steps.jsonl: losses"), _scale_evidence(run)]
         fix = cause.other_fixes["still"]
         return make_finding(run, cause, 2, constant, fix=fix, lost_s=steps_s, estimate_basis=basis, confidence=0.8)
-    if run.totals.attempts > 1:
-        return None  # after a restart, the loss is again what it was
-    if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):
-        return None
-    if loss is None or learning.first_step is None or learning.first_step > cause.threshold("max_first_step"):
-        return None
-    if learning.events or learning.non_finite_event is not None:
-        return None
-    if _max_relative_change(loss) > cause.threshold("max_loss_change"):
-        return None
-    if _is_warming_up(run):
-        return None
+    return None if thirds is None or not _is_judged(run, cause, thirds) else _explain_flat(run, cause, thirds)
+
+
+def _is_judged(run: RunRecords, cause: Cause, thirds: tuple[float, float, float]) -> bool:
+    """Whether a loss that hardly changes says something: seen from the beginning, in enough steps, of a training that
+    neither was restarted, after which the loss is again what it was, nor warms up, nor has another trouble."""
+    learning, threshold = run.learning, cause.threshold
+    is_whole = learning.first_step is not None and learning.first_step <= threshold("max_first_step")
+    is_long = len(learning.loss.points) >= threshold("min_windows") and run.steady.steps >= threshold("min_steps")
+    has_trouble = bool(learning.events) or learning.non_finite_event is not None or run.totals.attempts > 1
+    is_flat = _max_relative_change(thirds) <= threshold("max_loss_change")
+    return is_whole and is_long and not has_trouble and is_flat and not _is_warming_up(run)
+
+
+def _explain_flat(run: RunRecords, cause: Cause, loss: tuple[float, float, float]) -> Finding | None:
+    """Of a loss that hardly changes: a model that guesses, a tiny learning rate, or not known (info)."""
+    steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     if guesses := _find_guessing(run, loss):
         text, kind, seen_loss = guesses
         of_guessing = [make_evidence(text, loss[-1], "steps.jsonl: losses"), seen_loss, lr_evidence(run),
@@ -213,7 +195,7 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
             run, cause, 2, of_guessing, severity=kind.severity, fix=kind.fix, lost_s=steps_s, estimate_basis=basis,
             confidence=0.8,
         )  # fmt: skip
-    lr = learning.lr.max_value
+    lr = run.learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
     evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run), _scale_evidence(run)]
     if lr is not None and lr <= cause.threshold("max_lr"):
@@ -225,6 +207,41 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     if is_still and run.steady.steps >= cause.threshold("min_still_steps"):
         return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, confidence=0.7)
     return make_finding(run, cause, 1, evidence, confidence=0.4)
+
+
+def _without_gradients(run: RunRecords, cause: Cause) -> Finding | None:
+    steady, without = run.steady, run.steady.steps_without_gradients
+    if without < max(cause.threshold("min_steps"), cause.threshold("without_gradients") * steady.steps):
+        return None
+    text = f"no parameter of the optimizer had a gradient in {without:,} of {steady.steps:,} steps"
+    kind, shown = mistake_kinds()["no_gradients"], [make_evidence(text, without, _WITHOUT_GRADIENTS)]
+    seen = next((values for other, values in mistakes_of(run, cause) if other is kind), None)
+    shown += [] if seen is None else [mistake_evidence(kind, seen)]
+    return make_finding(
+        run, cause, 2, shown, severity="critical", title=kind.title, fix=kind.fix,
+        lost_s=run.phase_seconds("compute", "unattributed"), place="" if seen is None else str(seen.get("place") or ""),
+        estimate_basis=_ALL_STEPS_LOST.format("little"), confidence=0.9,
+    )  # fmt: skip
+
+
+def _at_vanished_lr(run: RunRecords, cause: Cause) -> Finding | None:
+    vanished, steps = run.learning.steps_with_vanished_lr, run.totals.steps
+    severity: Severity | None = None
+    if vanished < max(cause.threshold("min_steps"), cause.threshold("vanished_steps") * steps):
+        return None
+    if run.learning.lr.max_value:
+        part = f"{cause.threshold('vanished'):g} of the highest learning rate"
+        text = f"{vanished:,} of {steps:,} steps were at less than {part}"
+        shown = [make_evidence(text, vanished, "steps.jsonl: lr"), lr_evidence(run)]
+        title, fix = _VANISHED, cause.other_fixes["vanished"]
+    else:
+        shown = [make_evidence(f"the learning rate was 0 in {vanished:,} steps", 0.0, "steps.jsonl: lr")]
+        title, fix, severity = _ZERO, cause.other_fixes["zero"], "critical"
+    lost_s = run.phase_seconds("compute", "unattributed") * vanished / steps
+    return make_finding(
+        run, cause, 2, shown, severity=severity, title=title, fix=fix, lost_s=lost_s,
+        estimate_basis="these steps' part of the time in steps", confidence=0.9,
+    )  # fmt: skip
 
 
 def _find_guessing(run: RunRecords, thirds: tuple[float, float, float]) -> tuple[str, MistakeKind, Evidence] | None:
