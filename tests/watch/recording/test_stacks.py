@@ -214,7 +214,7 @@ nonsense
 """
 
 
-def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_not() -> None:
+def test_threads_that_work_or_block_in_the_jobs_code_are_samples_and_those_that_wait_for_work_are_not() -> None:
     """A function that a pipeline of TensorFlow calls, a thread that waits for a lock, one that blocks in a socket, one
     that has ended, and one of a library."""
     wait = Frame("wait", "/usr/lib/python3.11/threading.py", 327)
@@ -224,12 +224,14 @@ def test_threads_that_work_in_the_jobs_code_are_samples_and_those_that_wait_are_
     others = {2: [([inner, denoise], 60), ([wait, denoise], 40)], 3: [([wait, pulls], 100)], 4: [([logs], 100)],
               5: [([pulls], 100)], 6: [([library], 100)]}  # fmt: skip
     found = working_threads(others, 100, {2: 0.6, 3: 0.0, 4: 0.01, 5: None, 6: 1.0}.get)
-    assert found == {"thread": ([([inner, denoise], 60), ([], 40)], 0.6)}
-    window = window_of(found["thread"][0], role="thread", cwd="/job")
+    assert found == [("thread", [([inner, denoise], 60), ([], 40)], 0.6), ("thread", [([logs], 100)], 0.0)]
+    window = window_of(found[0][1], role="thread", cwd="/job")
     assert [(p.line, p.function, p.kind, p.samples) for p in window.places] == [
         ("set.py:9", "denoise", "python", 60), ("", "", "other", 40)
     ]  # fmt: skip
-    assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == {}
+    blocked = window_of(found[1][1], role="thread", runnable=0.0, cwd="/job")
+    assert [(p.line, p.function, p.kind) for p in blocked.places] == [("set.py:9", "logs", "idle")]
+    assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
 
 
 def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() -> None:
@@ -247,9 +249,11 @@ def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() ->
     others = {2: [([*reads, item, keras, *pool], 50), (idle_pool, 50)], 3: [([sleeps, py_function], 10)],
               4: [([*decodes, py_function], 20)], 5: [(idle_pool, 100)], 6: [(decodes, 5)]}  # fmt: skip
     found = working_threads(others, 100, {2: 0.0, 3: 0.0, 5: 0.0}.get)
-    assert found["worker"] == ([([*reads, item], 50), ([sleeps], 10), (decodes, 20), ([], 20)], 0.2)
-    assert found["thread"] == ([(decodes, 5), ([], 95)], 0.05)
-    window = window_of(found["worker"][0], role="worker", runnable=0.2, cwd="/job")
+    assert found == [
+        ("worker", [([*reads, item], 50), ([sleeps], 10), (decodes, 20), ([], 20)], 0.2),
+        ("thread", [(decodes, 5), ([], 95)], 0.05),
+    ]
+    window = window_of(found[0][1], role="worker", runnable=0.2, cwd="/job")
     assert [(p.line, p.kind, p.samples) for p in window.places if p.line] == [
         ("set.py:9", "idle", 50), ("set.py:20", "decode", 20), ("set.py:12", "idle", 10)
     ]  # fmt: skip

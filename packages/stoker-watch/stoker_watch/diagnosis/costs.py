@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
+from stoker_watch.diagnosis.causes.host import taken_by_children
 from stoker_watch.diagnosis.causes.shared import wait_in_evaluations_s
 from stoker_watch.diagnosis.places.grouping import (
     CALLS,
@@ -22,7 +23,7 @@ from stoker_watch.diagnosis.places.grouping import (
     lines_of,
     what_it_does,
 )
-from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
+from stoker_watch.diagnosis.places.sampled import TAKES_CORES, Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import scale_to_leaves
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.runs.schemas import AFTER_STEP, LOOP_IN_STEP, WITHOUT_GRADIENTS
@@ -94,6 +95,7 @@ def _divide_rank(run: RunRecords, rank: int) -> list[Cost]:
         parts = sorted((group.whole for group in group_places(seen.get(name, ()))), key=lambda place: -place.seconds)
         if seconds > 0:
             costs.append(Cost(phase=name, seconds=seconds, steady_s=steady_s, rank=rank, parts=tuple(parts)))
+    costs = [part for cost in costs for part in _divide_steps(run, cost)]
     return [part for cost in costs for part in _divide_wait(run, cost)]
 
 
@@ -303,29 +305,53 @@ def is_named(place: PlaceTotal) -> bool:
     return place.kind != "comm" or not place.call.endswith("backward")
 
 
-# Waits for input
+# Waits for others, and for cores
 
 
 def _divide_wait(run: RunRecords, cost: Cost) -> list[Cost]:
-    """A wait for input, by what loader workers, or else other threads, did meanwhile: the largest place first, which
-    costs as much of the wait as a worker spends there, since it would deliver so much sooner without it; what is left
-    of the wait is the next ones'."""
-    if cost.phase != "input_wait" or cost.place is not None:
-        return [cost]
+    """A wait for input, or of a line for threads and processes of the job, by what these did meanwhile: the largest
+    place first, which costs as much of the wait as one of them spends there, since it would deliver so much sooner
+    without it; what is left of the wait is the next ones', and what blocks counts after what works."""
+    roles: tuple[str, ...] = ()
+    if cost.phase == "input_wait" and cost.place is None:
+        roles = "worker", "thread"
+    elif cost.place is not None and cost.place.kind == "idle" and CALLS["awaits"].search(cost.place.call):
+        roles = "thread", "worker"
     divided: list[Cost] = []
     left_s = cost.steady_s
-    for role in ("worker", "thread"):
-        sampled_s = sum(seconds for (of, _), seconds in run.place_totals.items() if of == role)
-        groups = _waited_groups(run, role) if sampled_s > 0 and not divided else []
-        for group in sorted(groups, key=lambda group: -group.whole.seconds):
-            seconds = min(left_s, group.whole.seconds / sampled_s * run.steady.wall_s)
+    for role in roles:
+        groups = _waited_groups(run, role) if not divided else []
+        for group in sorted(groups, key=lambda group: (group.place.kind == "idle", -group.whole.seconds)):
+            seconds = min(left_s, _part_of_process(run, group, role) * run.steady.wall_s)
             if seconds > 0:
-                divided.append(_make_cost(group, "input_wait", seconds, cost.rank, seconds, role))
+                made = _make_cost(group, cost.phase, seconds, cost.rank, seconds, role)
+                divided.append(msgspec.structs.replace(made, awaited_in=cost.place, does=what_it_does(group.place)))
                 left_s -= seconds
     outside_s = cost.seconds - cost.steady_s
     if left_s + outside_s > 0:
-        divided.append(msgspec.structs.replace(cost, seconds=left_s + outside_s, steady_s=left_s))
+        place_s = cost.place_s * left_s / cost.steady_s if cost.steady_s > 0 else cost.place_s
+        divided.append(msgspec.structs.replace(cost, seconds=left_s + outside_s, steady_s=left_s, place_s=place_s))
     return divided
+
+
+def _part_of_process(run: RunRecords, group: PlaceGroup, role: str) -> float:
+    """Fraction of the time of a worker, or of one of the threads, that was in some places."""
+    sampled_s = sum(seconds for (of, _), seconds in run.place_totals.items() if of == role)
+    return group.whole.seconds / sampled_s if sampled_s > 0 else 0.0
+
+
+def _divide_steps(run: RunRecords, cost: Cost) -> list[Cost]:
+    """Steps on a CPU that loader workers slow, whose threads want the same cores: the part by which they do is a cost
+    of what the workers do, apart from the steps."""
+    taken = taken_by_children(run) if cost.phase == "compute" and cost.steady_s > 0 else 0.0
+    groups = _waited_groups(run, "worker") if taken else []
+    worked_s = sum(group.whole.seconds for group in groups)
+    divided: list[Cost] = []
+    for group in groups:
+        seconds = taken * cost.steady_s * group.whole.seconds / worked_s
+        divided.append(_make_cost(group, TAKES_CORES, seconds, cost.rank, seconds, "worker"))
+    left_s = sum(part.seconds for part in divided)
+    return [*divided, msgspec.structs.replace(cost, seconds=cost.seconds - left_s, steady_s=cost.steady_s - left_s)]
 
 
 def _waited_groups(run: RunRecords, role: str) -> list[PlaceGroup]:

@@ -16,6 +16,8 @@ message is attributed to it. Heuristic: samples are at most a second old, and th
 MIN_HANG_S = 300.0
 """Time without progress before a kill from which on it was a hang. Heuristic: longer than any batch, shorter than the
 timeouts of collectives (10 to 30 minutes). A silent download looks the same, so the evidence names the stack frame."""
+MIN_SHORT_HANG_S, MIN_TIMES_USUAL = 30.0, 10.0
+"""A shorter time is one from so many seconds on, if steps never took a tenth of it (heuristic)."""
 MAX_HANG_CORES = 0.05
 """CPU-seconds per second of the whole job below which it did nothing; an idle interpreter takes less."""
 MIN_SILENT_S = 30.0
@@ -119,7 +121,10 @@ def _memory_evidence(end: Termination) -> list[Evidence]:
 
 def _was_hanging(end: Termination) -> bool:
     hang = end.hang
-    if hang is None or hang.duration_s < MIN_HANG_S:
+    if hang is None:
+        return False
+    is_short = hang.usual_s is not None and hang.duration_s >= max(MIN_SHORT_HANG_S, MIN_TIMES_USUAL * hang.usual_s)
+    if hang.duration_s < MIN_HANG_S and not is_short:
         return False
     return hang.main_thread_state == "comm" or (hang.cpu_cores is not None and hang.cpu_cores < MAX_HANG_CORES)
 
@@ -129,6 +134,8 @@ def _hang_evidence(end: Termination) -> list[Evidence]:
     if hang is None:
         return []
     text = f"no step and no line of output in its last {hang.duration_s:.0f} s"
+    if hang.usual_s is not None:
+        text += f"; before, there was one at least every {hang.usual_s:.1f} s"
     evidence = [make_evidence(text, hang.duration_s, hang.source)]
     if hang.cpu_cores is not None:
         text = f"its processes used {hang.cpu_cores:.2f} cores meanwhile"

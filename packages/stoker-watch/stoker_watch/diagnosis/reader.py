@@ -556,7 +556,10 @@ def _read_stacks(
             middle_t = window.t - window.wall_s / 2
             if rank == 0 and not is_own and is_process:
                 end.stacks(number, window)
-            if is_process and window.attempt == run_records.totals.attempts and middle_t > last_step_t:
+            is_newest = window.attempt == run_records.totals.attempts and middle_t > last_step_t
+            if is_newest and window.role == "thread":
+                run_records.newest_threads[rank, window.pid] = window
+            if is_process and is_newest:
                 run_records.newest_stacks[rank, window.pid] = window
                 if not run_records.totals.steps and run_records.is_external:
                     _add_stall(run_records.start_stalls, (rank, window.pid), window)

@@ -205,6 +205,8 @@ class HangInfo:
     duration_s: float
     source: str
     """Record of the newest step."""
+    usual_s: float | None = None
+    """The longest time between two records of steps before; None: there are fewer than two."""
     cpu_cores: float | None = None
     """CPU-seconds per second of the job's processes in it."""
     main_thread_state: str | None = None
@@ -531,6 +533,8 @@ class RunRecords:
     """Device-seconds of compiling again the function that took most, also before the first progress in the output."""
     eval_windows: int = 0
     """Lines of steps.jsonl of rank 0 with steps and time in evaluation."""
+    newest_threads: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)
+    """Like newest_stacks, of the other threads of these processes: what blocks in the job's own code, if anything."""
     newest_stacks: dict[tuple[int, int], StackWindow] = dataclasses.field(default_factory=dict)
     """(rank, pid) → its newest line of stacks.jsonl after the last step of the newest attempt."""
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)

@@ -95,6 +95,8 @@ class EndReader:
         """Whether the attempt has ended, and not normally without an output."""
         self._last_step: tuple[float, str] | None = None
         """(Unix time of the newest step, its record)."""
+        self._usual_s: float | None = None
+        """The longest time between two windows with steps."""
         self._newest: list[DeviceSample] = []
         """The last two samples of the time in which the job had memory: later ones show a host without it."""
         self._samples_source = ""
@@ -116,6 +118,8 @@ class EndReader:
 
     def window(self, line_number: int, window: StepWindow) -> None:
         if self._is_known and window.attempt == self._events.attempts and window.window_steps > 0:
+            if self._last_step is not None:
+                self._usual_s = max(self._usual_s or 0.0, window.t - self._last_step[0])
             self._last_step = window.t, f"{STEPS}:{line_number}"
 
     def sample(self, line_number: int, sample: DeviceSample) -> None:
@@ -203,6 +207,7 @@ class EndReader:
         return HangInfo(
             duration_s=max(0.0, end.t - progress_t),
             source="" if self._last_step is None else self._last_step[1],
+            usual_s=self._usual_s,
             cpu_cores=self._cpu_since_progress.value,
             main_thread_state=state if is_dominant else None,
             frame=max(self._frames, key=self._frames.__getitem__, default=None),

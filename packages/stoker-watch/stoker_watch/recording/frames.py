@@ -244,37 +244,53 @@ def _line_and_call(stack: Stack) -> tuple[str, str]:
 
 def working_threads(
     others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]
-) -> dict[str, tuple[Samples, float]]:
-    """Role → (samples of threads besides the main one in the job's own code, filled up to `total`, those of the main
+) -> list[tuple[str, Samples, float]]:
+    """(role, samples of threads besides the main one in the job's own code, filled up to `total`, those of the main
     thread; fraction of them in which the thread could run): "worker", what a loader calls in its threads, also where
-    it waits; "thread", other work. find_runnable: fraction of the time in which a thread could run, None if it ended;
-    where that is much less, it waits in a function that no rule knows."""
-    found: dict[str, Samples] = {"worker": [], "thread": []}
-    can_run = dict.fromkeys(found, 0.0)
+    it waits; "thread", other work, and apart from it what blocks, but for waits for work. find_runnable: fraction of
+    the time in which a thread could run, None if it ended; where that is much less, it blocks."""
+    loads, works, blocks = _ThreadSamples("worker"), _ThreadSamples("thread"), _ThreadSamples("thread")
     for thread, samples in others.items():
         runnable = find_runnable(thread)
-        loads: Samples = []
-        works: Samples = []
-        for stack, count in samples:
-            inner = _inside_loader(stack)
-            if any(map(is_job_code, inner)):
-                loads.append((inner, count))
-            # of one that has ended, only what a rule knows
-            elif any(map(is_job_code, stack)) and classify(stack, active=runnable is not None) != "idle":
-                works.append((stack, count))
-        num_loads, num_works = (sum(count for _, count in own) for own in (loads, works))
-        can_run["worker"] += num_loads if runnable is None else min(runnable * total, num_loads)
-        if runnable is None or runnable * total >= num_works / 2:
-            found["thread"] += works
-            can_run["thread"] += num_works
-        found["worker"] += loads
-    result: dict[str, tuple[Samples, float]] = {}
-    for role, own in found.items():
-        if own:
-            num_own = sum(count for _, count in own)
-            filled = [*own, *([([], total - num_own)] if num_own < total else [])]
-            result[role] = filled, can_run[role] / max(total, num_own)
-    return result
+        inside = [(_inside_loader(stack), count) for stack, count in samples]
+        of_loader = [(stack, count) for stack, count in inside if any(map(is_job_code, stack))]
+        own = [
+            (stack, count)
+            for (stack, count), (inner, _) in zip(samples, inside, strict=True)
+            if any(map(is_job_code, stack)) and not any(map(is_job_code, inner)) and not _waits_for_work(stack)
+        ]
+        # of one that has ended, only what a rule knows
+        active = [(stack, count) for stack, count in own if classify(stack, active=runnable is not None) != "idle"]
+        num_loads, num_active = (sum(count for _, count in of_kind) for of_kind in (of_loader, active))
+        loads.add(of_loader, num_loads if runnable is None else min(runnable * total, num_loads))
+        if runnable is None or runnable * total >= num_active / 2:
+            works.add(active, num_active)
+        if runnable is not None:
+            is_busy = runnable * total >= num_active / 2
+            blocks.add([item for item in own if not is_busy or item not in active], 0.0)
+    return [(of_role.role, *of_role.filled(total)) for of_role in (loads, works, blocks) if of_role.samples]
+
+
+class _ThreadSamples:
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.samples: Samples = []
+        self._runnable = 0.0
+
+    def add(self, samples: Samples, runnable: float) -> None:
+        """runnable: number of the samples in which the thread could run."""
+        self.samples += samples
+        self._runnable += runnable
+
+    def filled(self, total: int) -> tuple[Samples, float]:
+        num_own = sum(count for _, count in self.samples)
+        filler: Samples = [([], total - num_own)] if num_own < total else []
+        return [*self.samples, *filler], self._runnable / max(total, num_own)
+
+
+def _waits_for_work(stack: Sequence[Frame]) -> bool:
+    """Whether a thread waits for another one: for a task, for room in a queue, for a result."""
+    return bool(stack) and is_file_of("waits_for_work", stack[0].file)
 
 
 def _inside_loader(stack: Sequence[Frame]) -> Stack:

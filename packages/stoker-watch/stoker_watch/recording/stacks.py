@@ -377,9 +377,7 @@ class StackSampler:
         lines = [make_window(samples, role=role, **of_process)]
         if role == "training":
             working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
-            lines += [
-                make_window(found, role=name, runnable=can_run, **fields) for name, (found, can_run) in working.items()
-            ]
+            lines += [make_window(found, role=name, runnable=can_run, **fields) for name, found, can_run in working]
         return lines
 
     def _write(self, target: SampledProcess, line: StackWindow) -> None:

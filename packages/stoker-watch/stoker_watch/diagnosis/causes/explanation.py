@@ -8,6 +8,7 @@ import msgspec
 
 from stoker_watch.diagnosis.causes.cause import Cause, common_threshold
 from stoker_watch.diagnosis.causes.shared import (
+    cores_evidence,
     has_enough_stacks,
     is_long_enough,
     make_evidence,
@@ -16,7 +17,8 @@ from stoker_watch.diagnosis.causes.shared import (
     phase_evidence,
     sampled_device_s,
 )
-from stoker_watch.diagnosis.places.sampled import Cost
+from stoker_watch.diagnosis.places.describe import describe_place
+from stoker_watch.diagnosis.places.sampled import TAKES_CORES, Cost
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import Evidence, Finding, Severity
 
@@ -71,6 +73,7 @@ def make_cost_finding(
             lost_s = None  # too few samples for a duration
     phases = dict.fromkeys(cost.phase for cost, _, _ in explained if cost.place is None)
     clocks = [phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0]
+    clocks += _relations(run, [cost for cost, _, _ in explained])
     is_by_clock = first.measured is None and first.basis != BY_SAMPLES
     evidence = [*clocks, *first.evidence] if is_by_clock else [*first.evidence, *clocks]
     return make_finding(
@@ -78,6 +81,16 @@ def make_cost_finding(
         place=first.place, lost_s=lost_s, estimate_basis=first.basis, min_measured=first.min_measured or None,
         fix=first.fix, command=first.command, config_patch=first.config_patch, confidence=first.confidence,
     )  # fmt: skip
+
+
+def _relations(run: RunRecords, costs: Sequence[Cost]) -> list[Evidence]:
+    """Why what others do costs time of the training thread, where it does not wait for input."""
+    found = [
+        make_evidence(f"the training thread waits for it in {describe_place(cost.awaited_in)}", cost.seconds)
+        for cost in costs
+        if cost.awaited_in is not None
+    ]
+    return [*found, *([cores_evidence(run)] if any(cost.phase == TAKES_CORES for cost in costs) else [])]
 
 
 def _is_certain(run: RunRecords, cause: Cause, measured: float) -> bool:

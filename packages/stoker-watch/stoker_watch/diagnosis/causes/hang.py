@@ -5,7 +5,7 @@ import msgspec
 from stoker_watch.diagnosis import postmortem
 from stoker_watch.diagnosis.causes.cause import Cause
 from stoker_watch.diagnosis.causes.shared import make_evidence, make_finding
-from stoker_watch.diagnosis.endings import find_raising_lines, find_thread_exceptions
+from stoker_watch.diagnosis.endings import endings, find_raising_lines, find_thread_exceptions
 from stoker_watch.diagnosis.places.grouping import CALLS
 from stoker_watch.diagnosis.places.stuck import LAUNCHES, MAIN_FRACTION, describe_stuck, stuck_places
 from stoker_watch.diagnosis.run_data import MAX_EXAMPLES, ProgressGap, RunRecords
@@ -13,8 +13,6 @@ from stoker_watch.findings.finding import Evidence, Finding
 
 MIN_WAITS = 40
 """Samples of a training thread from which it is known to wait all the time."""
-ENDED = "hang"
-"""Id of a job's end after such a time."""
 
 
 def hung(run: RunRecords, cause: Cause) -> Finding | None:
@@ -45,7 +43,8 @@ def hung(run: RunRecords, cause: Cause) -> Finding | None:
     measured, lost_s = gap.gap_s / gap.max_earlier_gap_s, gap.gap_s * run.num_devices
     evidence, basis = [*evidence, *stuck_evidence(run)], "all since the last step"
     fix = cause.other_fixes["thread"] if ended_threads else None
-    finding = make_finding(run, cause, measured, evidence, lost_s=lost_s, estimate_basis=basis, fix=fix)
+    title = "" if run.termination is None else f"No progress in the last {gap.gap_s:,.0f} s before it ended"
+    finding = make_finding(run, cause, measured, evidence, title=title, lost_s=lost_s, estimate_basis=basis, fix=fix)
     return None if finding is None else name_stuck(run, finding)
 
 
@@ -132,7 +131,7 @@ def empty_input(run: RunRecords, cause: Cause) -> Finding | None:
 
 def explain_hang(run: RunRecords, ends: list[Finding], others: list[Finding]) -> list[Finding]:
     """What ended a job, of a hang with who is stuck; of one that lives and hangs, what it has printed of a failure."""
-    if ends and ends[0].id == ENDED:
+    if ends and endings()[ends[0].id].reason == "failure: hang":
         shown = msgspec.structs.replace(ends[0], evidence=ends[0].evidence + stuck_evidence(run))
         return [name_stuck(run, shown), *ends[1:]]
     if not ends and any(found.id == "hung" for found in others):

@@ -163,6 +163,24 @@ def cpu_demand_ratio(run: RunRecords) -> float | None:
     return 1.0
 
 
+def children_cpu(run: RunRecords) -> float | None:
+    """Cores that the job demanded for processes that do not train."""
+    process_cpu, training_cpu, ratio = run.host.process_cpu.value, run.steady.process_cpu.value, cpu_demand_ratio(run)
+    if process_cpu is None or training_cpu is None or ratio is None:
+        return None
+    return ratio * max(0.0, process_cpu - run.num_ranks * training_cpu)
+
+
+def taken_by_children(run: RunRecords) -> float:
+    """Fraction of the steps on a CPU by which processes of the job that do not train slow them: what all its threads
+    demanded beyond the cores that they got, as far as that is the demand of these processes."""
+    children, demanded, got = children_cpu(run), run.host.threads_running.value, run.host.process_cpu.value
+    if not run.on_cpu or not children or demanded is None or got is None or cpu_demand_ratio(run) in (None, 1):
+        return 0.0
+    by_others = contended_fraction(run) * max(1.0, demanded)
+    return max(0.0, min(children, demanded - got - by_others)) / max(1.0, demanded)
+
+
 def thread_cpu_utilization(run: RunRecords, *phases: str) -> float | None:
     """CPU-seconds that the training thread demanded per second of these phases, after the start, if it computes by
     itself. None: not measured, or a GPU computes, whose phases are not the thread's."""

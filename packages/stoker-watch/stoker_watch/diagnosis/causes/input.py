@@ -9,9 +9,9 @@ from stoker_watch.diagnosis.causes.cause import find_cause, find_note
 from stoker_watch.diagnosis.causes.explanation import BY_SAMPLES, Explanation, explain_traced
 from stoker_watch.diagnosis.causes.host import (
     CPU_CONTENTION,
+    children_cpu,
     contended_fraction,
     cpu_demand,
-    cpu_demand_ratio,
     thread_cpu_utilization,
 )
 from stoker_watch.diagnosis.causes.memory import is_under_memory_pressure
@@ -157,9 +157,9 @@ def loader_cpu(run: RunRecords) -> float | None:
         return utilization * fraction  # the training thread is the loader
     if (worker_utilization := _worker_utilization(run)) is not None:
         return worker_utilization * float(run.facts["workers"]) * run.num_ranks
-    children_cpu = _children_cpu(run)
-    if children_cpu is not None and utilization is not None and run.computes_with_torch:
-        return children_cpu + utilization * fraction  # its other threads compute steps; TensorFlow's also load
+    others_cpu = children_cpu(run)
+    if others_cpu is not None and utilization is not None and run.computes_with_torch:
+        return others_cpu + utilization * fraction  # its other threads compute steps; TensorFlow's also load
     return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
 
 
@@ -172,18 +172,10 @@ def _worker_utilization(run: RunRecords) -> float | None:
     """Fraction of the time in which a worker process of the loader computed, 0 … 1: the CPU time of the job besides
     that of the training processes. A worker that limits the training never waits for a free place, so the rest is a
     wait for bytes. None without such processes, or if it was not measured."""
-    workers, children_cpu = run.facts.get("workers"), _children_cpu(run)
-    if not isinstance(workers, int) or workers <= 0 or run.is_native_run or children_cpu is None:
+    workers, used = run.facts.get("workers"), children_cpu(run)
+    if not isinstance(workers, int) or workers <= 0 or run.is_native_run or used is None:
         return None
-    return min(1.0, children_cpu / (workers * run.num_ranks))
-
-
-def _children_cpu(run: RunRecords) -> float | None:
-    """Cores that the job demanded for processes that do not train."""
-    process_cpu, training_cpu, ratio = run.host.process_cpu.value, run.steady.process_cpu.value, cpu_demand_ratio(run)
-    if process_cpu is None or training_cpu is None or ratio is None:
-        return None
-    return ratio * max(0.0, process_cpu - run.num_ranks * training_cpu)
+    return min(1.0, used / (workers * run.num_ranks))
 
 
 def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:

@@ -24,7 +24,7 @@ from stoker_watch.diagnosis.causes.shared import (
 from stoker_watch.diagnosis.causes.steps import waits_for_own_threads
 from stoker_watch.diagnosis.places.describe import describe_place, frequency, is_single_event, name_cost
 from stoker_watch.diagnosis.places.grouping import CALLS, FIXES, functions_with_steps, is_decoder
-from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
+from stoker_watch.diagnosis.places.sampled import TAKES_CORES, Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import find_places, merge_by
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.findings.finding import SEVERITIES, Evidence, Finding, Severity
@@ -131,7 +131,8 @@ def heavy_place(run: RunRecords, cost: Cost) -> Explanation | None:
     place, cause = cost.place, HEAVY_PLACE
     if place is None or not is_long_enough(run) or place.kind in _OTHER_KINDS or cost.phase in _WAITS_FOR_RANKS:
         return None
-    if is_decoder(place) and not (cost.role == "training" and has_workers(run)):
+    is_loaders = cost.phase != TAKES_CORES and not (cost.role == "training" and has_workers(run))
+    if is_loaders and is_decoder(place):
         return None
     if place.kind in waits_for_own_threads(run):
         return None  # its process computes meanwhile, as JAX's does

@@ -259,3 +259,10 @@ def waits_for_rank_0_s(run: RunRecords, phase: str) -> float:
     if run.num_ranks < 2 or alone_s < ONE_RANK * run.phase_seconds(phase):
         return 0.0
     return min(run.totals.straggler_s.get(0, 0.0), (run.num_ranks - 1) * alone_s)
+
+
+def cores_evidence(run: RunRecords) -> Evidence:
+    """Of workers that take cores from steps."""
+    demanded, got = run.host.threads_running.value or 0.0, run.host.process_cpu.value or 0.0
+    text = f"steps and loader workers want the same cores: their threads demanded {demanded:.2f} and got {got:.2f}"
+    return make_evidence(text, demanded - got, "devices.jsonl: threads_running, process_cpu")

@@ -129,7 +129,7 @@ def host_device_syncs(run: RunRecords, cost: Cost) -> Explanation | None:
         return None
     explained = waits_for_own_threads(run)
     if cost.place is not None:
-        is_wait = cost.place.kind in _WAITS and cost.place.kind not in explained
+        is_wait = cost.role == "training" and cost.place.kind in _WAITS and cost.place.kind not in explained
         return Explanation(evidence=evidence, fix=fix, basis=BY_SAMPLES) if is_wait else None
     between = _between_step_phases(run)
     fraction = fraction_of_phase(run, *between)

@@ -2,6 +2,9 @@
 
 import msgspec
 
+TAKES_CORES = "cpu_wait"
+"""Phase of a cost of loader workers that slow steps on a CPU, as they take the cores that both want."""
+
 
 class SampledPlace(msgspec.Struct, frozen=True, kw_only=True):
     """All samples in one place of the processes of a role and rank: a line of the job's own code and what it called.
@@ -54,7 +57,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Time that was spent in one place, or in what no place has of a phase."""
 
     phase: str
-    """Of the ledger; of a place in a phase without a name, that which its samples belong to."""
+    """Of the ledger; of a place in a phase without a name, that which its samples belong to; TAKES_CORES."""
     seconds: float
     """Device-seconds, over the whole run."""
     steady_s: float
@@ -73,6 +76,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """All of it, with the line that calls it, if the place is only a part."""
     parts: tuple[PlaceTotal, ...] = ()
     """Places that it consists of, the largest first."""
+
+    awaited_in: PlaceTotal | None = None
+    """Where the training thread waited for it; None: for input, or not at all."""
 
     @property
     def low_s(self) -> float:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from stoker_watch.diagnosis.places.describe import is_callees
+from stoker_watch.diagnosis.places.grouping import CALLS
 from stoker_watch.diagnosis.run_data import RunRecords
 from stoker_watch.runs.schemas import LOOP_IN_STEP, WITHOUT_GRADIENTS, Place
 
@@ -40,6 +41,10 @@ def stuck_places(run: RunRecords) -> tuple[list[BlockedProcess], list[BlockedPro
             stuck.append(BlockedProcess(text, place, pid))
         elif place.kind in _IN_STEP or (place.kind == "input_wait" and has_loader):
             waiting.append(BlockedProcess(who, place, pid))
+        elif (rank, pid) in run.newest_threads and CALLS["awaits"].search(place.call):
+            waiting.append(BlockedProcess(who, place, pid))
+            own = [one for one in run.newest_threads[rank, pid].places if one.line]
+            stuck.append(BlockedProcess(f"a thread{f' of {who}' * (run.num_ranks > 1)}", _common_place(own), pid))
         else:
             stuck.append(BlockedProcess(who, place, pid))
     return stuck, waiting
