@@ -166,8 +166,7 @@ Mistake = dict[str, str | bool | Finite]
 _Facts = TypedDict("_Facts", {
     "num_images": Count, "boxes": Count, "pretrained": list[str], "median_pixels": Amount, "anchor_coverage": Fraction,
     "anchor_sizes": list[Amount], "predicted_step_s": Amount, "predicted_step_error": Amount, "recompiled": str,
-    "growth": list[Holder],
-    "mistakes": list[Mistake],
+    "recompiled_why": str, "growth": list[Holder], "mistakes": list[Mistake],
 }, total=False)  # fmt: skip
 _Job = TypedDict("_Job", {"pid": Positive, "start_ticks": Count, "boot": str})
 _Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})

@@ -75,7 +75,9 @@ class HookState:
     slots: tuple[str, ...]
     values: Mapping[str, float]
     recompiled: str = ""
-    """The function that was compiled most often, if one was compiled again (JAX)."""
+    """The function that was compiled most often, if one was compiled again."""
+    recompiled_why: str = ""
+    """In the framework's words; empty: not known."""
     cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by slot, until the last update."""
     input_fraction: float | None = None
@@ -100,6 +102,7 @@ class _Header(msgspec.Struct):
     frameworks: tuple[str, ...]
     slots: tuple[str, ...]
     recompiled: str = ""
+    recompiled_why: str = ""
 
 
 def read_hook_state(path: Path) -> HookState | None:
@@ -433,9 +436,10 @@ class HookReader:
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
         return next((round(workers) for workers in counts if workers >= 0), None)
 
-    def recompiled_function(self) -> str:
-        """The function that was compiled again most often; empty: none, or not known."""
-        return next((state.recompiled for state in self._states.values() if state.recompiled), "")
+    def recompiled_function(self) -> tuple[str, str]:
+        """(the function that was compiled again most often, why); empty: none, or not known."""
+        found = ((state.recompiled, state.recompiled_why) for state in self._states.values() if state.recompiled)
+        return next(found, ("", ""))
 
     def growing(self) -> list[dict[str, Any]]:
         """What holds the memory that grows, of the process that reported last (`stoker_hook/growth.py`)."""

@@ -279,8 +279,10 @@ class JobRecorder:
         self.set_coverage(HOOK_SOURCE, self._hook_reader.status())
         if (workers := self._hook_reader.num_loader_workers()) is not None:
             self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
-        if stopping and (function := self._hook_reader.recompiled_function()):
-            self._folder.event("info", f"{function} was compiled again and again", facts={"recompiled": function})
+        function, why = self._hook_reader.recompiled_function() if stopping else ("", "")
+        if function:
+            facts = {"recompiled": function, "recompiled_why": why}
+            self._folder.event("info", f"{function} was compiled again and again", facts=facts)
 
     def _read_lines(self, lines: list[str]) -> None:
         """Adds up their progress, and notes each mistake of which a framework warns in one of them, once."""

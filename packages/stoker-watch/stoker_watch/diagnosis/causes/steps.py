@@ -26,7 +26,7 @@ from stoker_watch.diagnosis.causes.shared import (
     waits_for_rank_0_s,
 )
 from stoker_watch.diagnosis.places.describe import describe_place, is_single_event
-from stoker_watch.diagnosis.places.grouping import CALLS
+from stoker_watch.diagnosis.places.grouping import CALLS, RECOMPILED_BY
 from stoker_watch.diagnosis.places.sampled import Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import find_places, merge_by
 from stoker_watch.diagnosis.run_data import RunRecords
@@ -258,14 +258,17 @@ def recompiles(run: RunRecords, cost: Cost) -> Explanation | None:
         if not saved:
             return None
     function, grown = run.facts.get("recompiled"), memory.describe_growth(run)
+    why = run.facts.get("recompiled_why") or ""
+    told = f"{function} was compiled again most often{f': {why}' if why else ''}"
+    kind = next((name for name, pattern in RECOMPILED_BY.items() if pattern.search(why)), "")
     evidence = [
-        make_evidence(f"{function} was compiled again most often", None, "events.jsonl: data.facts.recompiled")
-        if function else None,
+        make_evidence(told, None, "events.jsonl: data.facts.recompiled") if function else None,
         stack_evidence(run, "compiling", "compile"),
         make_evidence(f"most of it in {describe_place(cost.place)}", cost.place.seconds) if cost.place else None,
         make_evidence(f"memory grows meanwhile, as each compiled graph is kept: {grown[0]}") if grown else None,
     ]  # fmt: skip
-    return Explanation(evidence=evidence, saved=saved, basis="" if compile_s > 0 else BY_SAMPLES)
+    basis = "" if compile_s > 0 else BY_SAMPLES
+    return Explanation(evidence=evidence, saved=saved, basis=basis, fix=RECOMPILES.other_fixes.get(kind))
 
 
 def _late_compile_fraction(run: RunRecords) -> float:

@@ -52,6 +52,7 @@ CPU_OFFSET = len(SLOTS) - STARTUP
 """Offset from a slot of seconds to the slot of its CPU-seconds."""
 
 HEADER_BYTES, STATE_BYTES = 1024, 4096
+MAX_WHY_CHARS = 240
 MAX_BACKWARDS = 256
 """Backward passes without a step of an optimizer, after which each is a step itself: few jobs accumulate as many."""
 MAX_UNPROVEN_BATCHES = 3
@@ -91,7 +92,7 @@ class PhaseClock:
         self.is_published = False
         self._mapping: Any = None
         self._frameworks: list[str] = []
-        self._recompiled = ""
+        self._recompiled = self._recompiled_why = ""
         self._current_slot = STARTUP
         self._stack = [STARTUP]
         self.has_stepped = False
@@ -146,19 +147,22 @@ class PhaseClock:
             self.enabled = False
             report_failure("state file", error)
 
-    def set_recompiled(self, function: str) -> None:
-        """function: the one that was compiled most often, if any was compiled again; in the header."""
-        if self._mapping is not None and function[:80] != self._recompiled:
-            self._recompiled = function[:80]
+    def set_recompiled(self, function: str, why: str) -> None:
+        """function: the one that was compiled most often, if any was compiled again; why: in the framework's words, as
+        far as known. They are in the header."""
+        named = function[:80], " ".join(why.split())[:MAX_WHY_CHARS]
+        if self._mapping is not None and named != (self._recompiled, self._recompiled_why):
+            self._recompiled, self._recompiled_why = named
             self._mapping[:HEADER_BYTES] = self._header()
 
     def _header(self) -> bytes:
         header: dict[str, Any] = {
             "pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS,
         }  # fmt: skip
-        named = dict(header, recompiled=self._recompiled)
-        if len(json.dumps(named)) <= HEADER_BYTES:  # other letters than ASCII take six bytes
-            header = named
+        for name, text in (("recompiled", self._recompiled), ("recompiled_why", self._recompiled_why)):
+            named = dict(header, **{name: text})
+            if len(json.dumps(named)) <= HEADER_BYTES:  # other letters than ASCII take six bytes
+                header = named
         return json.dumps(header).encode().ljust(HEADER_BYTES)
 
     def update(self) -> None:

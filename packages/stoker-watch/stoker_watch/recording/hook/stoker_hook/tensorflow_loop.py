@@ -23,6 +23,7 @@ from .mistakes import LOOK_STEPS, MAX_READ, own_line
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
 """Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first."""
+MAX_ARGUMENT_CHARS = 100
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
@@ -50,7 +51,8 @@ class LoopState:
         """Keras runs the loop."""
         self.steps_per_call = 1
         """Steps of a training function of Keras 2, by its `steps_per_execution`."""
-        self.traced_code: set[Any] = set()
+        self.traced_code: dict[Any, tuple[int, dict[str, str]]] = {}
+        """Code of a traced function → its id and the arguments of its newest trace."""
 
 
 state = LoopState()
@@ -122,10 +124,32 @@ def _count_trace(function: "Any") -> None:
         while hasattr(python_function, "__wrapped__"):
             python_function = python_function.__wrapped__
         code = getattr(python_function, "__code__", None) or id(function)
-        clock.values[RECOMPILES] = max(0.0, clock.values[RECOMPILES]) + (code in state.traced_code)
-        state.traced_code.add(code)
+        is_again = code in state.traced_code
+        clock.values[RECOMPILES] = max(0.0, clock.values[RECOMPILES]) + is_again
+        signature = _newest_signature(function)
+        if is_again:
+            name = getattr(python_function, "__name__", "a function")
+            clock.set_recompiled(name, _difference(id(function), signature, *state.traced_code[code]))
+        state.traced_code[code] = id(function), signature
     except Exception as error:  # noqa: BLE001
         report_failure("recompilations", error)
+
+
+def _newest_signature(function: "Any") -> "dict[str, str]":
+    """Each argument of the newest trace, as text; empty: this TensorFlow does not tell."""
+    list_all = getattr(function, "_list_all_concrete_functions", None)
+    traced = list_all() if list_all is not None else []
+    args, kwargs = traced[-1].structured_input_signature if traced else ((), {})
+    named = dict(enumerate(args))
+    return {str(name): repr(value)[:MAX_ARGUMENT_CHARS] for name, value in {**named, **kwargs}.items()}
+
+
+def _difference(function_id: int, now: "dict[str, str]", before_id: int, before: "dict[str, str]") -> str:
+    """What differs between two traces of a function."""
+    if function_id != before_id:
+        return "another tf.function of the same code was traced before"
+    differs = [name for name in now if now[name] != before.get(name)]
+    return "; ".join(f"argument {name}: now {now[name]}, before {before.get(name, 'absent')}" for name in differs)
 
 
 def _count_step(stepper: "Any") -> None:

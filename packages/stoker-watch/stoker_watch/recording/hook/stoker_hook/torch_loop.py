@@ -3,6 +3,7 @@
 One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
 """
 
+import collections
 import os
 from _thread import get_ident
 from collections import deque
@@ -254,7 +255,36 @@ def patch_transformers(module: "Any") -> None:
 
 def patch_compilation(module: "Any") -> None:
     """torch._dynamo.callback."""
-    time_compilations(module.callback_handler, lambda: clock.begin(COMPILE))
+    times: collections.Counter[str] = collections.Counter()
+    known = 0
+
+    def begin() -> "Any":
+        nonlocal known
+        known = _note_recompilations(times, known)
+        return clock.begin(COMPILE)
+
+    time_compilations(module.callback_handler, begin)
+
+
+def _note_recompilations(times: "collections.Counter[str]", known: int) -> int:
+    """Tells which function was compiled again most often, and which guard of torch.compile failed then. known: how many
+    compilations have been looked at; returns how many there are."""
+    try:
+        list_all = getattr(modules.get("torch._dynamo.utils"), "get_compilation_metrics", None)
+        compiled = list(list_all()) if list_all is not None else []
+        for one in compiled[known:]:
+            why, name = getattr(one, "recompile_reason", None), getattr(one, "co_name", None)
+            if not why or not name:
+                continue
+            times[name] += 1
+            if times[name] == max(times.values()):
+                guard = why.partition("\n")[0].partition(": ")[2].partition("  #")[0]
+                at = f"{(one.co_filename or '').rpartition('/')[2]}:{one.co_firstlineno}"
+                clock.set_recompiled(f"{name} ({at})", f"a guard failed: {guard}")
+        return len(compiled)
+    except Exception as error:  # noqa: BLE001
+        report_failure("recompilations", error)
+        return known
 
 
 def patch_collectives(module: "Any") -> None:
