@@ -1,5 +1,6 @@
-"""Hook for JAX: its compilations, by the listeners of `jax.monitoring`, and why they are repeated, by its own log. JAX has no optimizer or loader that could be
-timed: all other time stays `startup`, which the watcher shows as unattributed once the job prints steps."""
+"""Hook for JAX: its compilations, by the listeners of `jax.monitoring`, and why they are repeated, by its log. JAX has
+no optimizer or loader that could be timed: all other time stays `startup`, which the watcher shows as unattributed
+once the job prints steps."""
 
 import atexit
 import logging
@@ -71,7 +72,7 @@ class _Misses(logging.Filter):
         self._asked = False
 
     def ask(self) -> None:
-        config = getattr(modules.get("jax"), "config", None)
+        config: Any = getattr(modules.get("jax"), "config", None)
         if not self._asked and getattr(config, EXPLAIN, None) is False:
             for name in MISS_LOGGERS:
                 logging.getLogger(name).addFilter(self)
