@@ -22,8 +22,8 @@ CALLS, FIXES, RECOMPILED_BY = (
     {name: re.compile(pattern) for name, pattern in read_toml("frames.toml")[table].items()}
     for table in ("place_calls", "place_fixes", "recompiled_by")
 )
-"""Patterns of calls of places, and of their innermost frames, by what they are; and by what can be done about them; and of what
-frameworks say of repeated compilations."""
+"""Patterns of calls of places, and of their innermost frames, by what they are, and by what can be done about them; and
+of what frameworks say of repeated compilations."""
 MIN_STEPS = 0.1
 """Samples in steps, over those outside of them, from which a line or a function is a part of the training loop."""
 MOST, NEARLY_ALL = 0.5, 0.8
