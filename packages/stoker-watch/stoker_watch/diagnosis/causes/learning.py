@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from stoker_watch.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker_watch.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
 from stoker_watch.diagnosis.causes.mistakes import (
     TRAINING_MISTAKE,
     MistakeKind,
@@ -58,6 +58,8 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     evidence = [make_evidence(text, ratio, "steps.jsonl: losses"), lr_evidence(run)]
     evidence += [*(mistake_evidence(*one) for one in seen), _scale_evidence(run)]
     confidence, fix = (0.8, seen[0][0].fix) if seen else (0.7, None)  # the loss alone: other faults raise it, too
+    if not seen and ratio < cause.threshold("jump") and run.totals.steps < common_threshold("short_steps"):
+        confidence, lost_s = 0.5, None  # so few batches differ by as much
     return make_finding(run, cause, 1, evidence, lost_s=lost_s, estimate_basis=basis, confidence=confidence, fix=fix)
 
 
