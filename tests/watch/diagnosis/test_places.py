@@ -1316,3 +1316,47 @@ def test_an_interval_of_nothing_is_everything() -> None:
     assert wilson(0.5, 0) == (0.0, 1.0)
     assert wilson(-3.0, 10)[0] == 0.0
     assert wilson(3.0, 10)[1] == 1.0
+
+
+def test_a_wait_for_a_thread_costs_where_the_thread_is(tmp_path: Path) -> None:
+    """A future whose thread blocks in a program; and the same thread while the training waits for nothing."""
+    waits = Place(line="train.py:9", function="train", call="POOL.submit(keep).result", kind="idle", samples=20)
+    steps = Place(line="train.py:12", function="train", call="model", kind="compute", samples=20)
+    blocked = Place(line="train.py:3", function="keep", call="subprocess.run", kind="idle", samples=20)
+    idle = Place(kind="other", samples=20)
+    for name, places, is_found in (("waits", (waits, steps), True), ("goes_on", (steps, steps), False)):
+        stacks = []
+        for number in range(1, 5):
+            stacks += [window(number, *places), window(number, blocked, idle, role="thread")]
+        job = {"external": True, "config": None, "fractions": {"host": 0.5} if is_found else {}, "stacks": stacks}
+        run = read_run(make_run(tmp_path / name, seconds=45, **job))
+        found = [finding for finding in run_rules(run) if finding.place == "train.py:3"]
+        assert bool(found) is is_found
+        if is_found:
+            assert found[0].lost_device_s == pytest.approx(0.5 * 45, rel=0.1)
+            assert "the training thread waits for it in POOL.submit(keep).result, called at train.py:9" in (
+                found[0].evidence_text
+            )
+            assert all(finding.place != "train.py:9" for finding in run_rules(run))
+
+
+@pytest.mark.parametrize(("demanded", "part"), [(3.0, 1 / 3), (2.2, 0.2 / 2.2), (2.0, 0.0)])
+def test_workers_cost_what_they_take_of_the_cores_of_steps(tmp_path: Path, demanded: float, part: float) -> None:
+    """Two cores; the training process uses 1.2 of them, its workers 0.8. What all demand beyond two cores is missing in
+    steps, as far as it is the demand of the workers, which have 40 % of each."""
+    steps = Place(line="train.py:12", function="train", call="model", kind="compute", samples=40)
+    parse = Place(line="data.py:7", function="annotate", call="json.load", kind="python", samples=40)
+    stacks = [line for n in range(1, 5) for line in (window(n, steps), window(n, parse, role="worker", pid=8))]
+    host = {"cpu_core_utilization": [1.0, 1.0], "process_cpu": 2.0, "threads_running": demanded}
+    job = {
+        "external": True, "config": None, "stacks": stacks, "host": lambda _: host,
+        "window": lambda _: {"process_cpu_s": 1.2}, "events": [("info", "2 workers", {"workers": 2})],
+    }  # fmt: skip
+    run = read_run(make_run(tmp_path / "run", seconds=45, **job))
+    costs = [cost for cost in run.costs if cost.phase == "cpu_wait"]
+    assert sum(cost.seconds for cost in costs) == pytest.approx(part * 45, rel=0.05)
+    assert sum(cost.seconds for cost in run.costs) == pytest.approx(45 + STARTUP)
+    found = [finding for finding in run_rules(run) if finding.place == "data.py:7"]
+    assert bool(found) is (part > 0.1)
+    if found:
+        assert f"their threads demanded {demanded:.2f} and got 2.00" in found[0].evidence_text

@@ -278,7 +278,7 @@ def _note_recompilations(times: "collections.Counter[str]", known: int) -> int:
                 continue
             times[name] += 1
             if times[name] == max(times.values()):
-                guard = why.partition("\n")[0].partition(": ")[2].partition("  #")[0]
+                guard = why.partition("\n")[0].partition(": ")[2].partition("  #")[0].strip()
                 at = f"{(one.co_filename or '').rpartition('/')[2]}:{one.co_firstlineno}"
                 clock.set_recompiled(f"{name} ({at})", f"a guard failed: {guard}")
         return len(compiled)
