@@ -19,11 +19,14 @@ VERSION_TESTS := $(addprefix tests/trainer/,models training hardware data/test_a
 setup: .venv/.ready
 
 .uv/bin/uv:
-	$(PYTHON) -m venv .uv
-	.uv/bin/pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	rm -rf .uv .uv.new
+	$(PYTHON) -m venv .uv.new
+	.uv.new/bin/pip install --quiet --disable-pip-version-check 'uv>=0.5'
+	mv .uv.new .uv  # an interrupted setup leaves none that lacks a part
 
 .venv/.ready: requirements.lock $(PACKAGES:=/pyproject.toml) $(filter .uv/bin/uv,$(UV))
-	test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
+	$(BIN)/python -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null || \
+		{ rm -rf .venv; $(UV) venv --quiet --python $(PYTHON) .venv; }
 	$(UV) pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation $(PACKAGES:%=--editable %)
 	touch $@

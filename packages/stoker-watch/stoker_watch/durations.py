@@ -7,6 +7,7 @@ from typing import Any, Literal
 from stoker_watch.errors import ConfigError
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|steps?)?\s*$")
+_SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(?:s|sec|seconds?)\s*$")
 _VALID = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
 Unit = Literal["steps", "epochs", "minutes"]
 _UNITS: dict[str, tuple[Unit, int]] = {"s": ("steps", 1), "e": ("epochs", 1), "m": ("minutes", 1), "h": ("minutes", 60)}
@@ -38,7 +39,7 @@ def parse_duration(text: str, flag: str = "max-duration") -> Duration:
 
 
 def join_length(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `30min`, or minutes), of which
+    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `90s` or `30min`, or minutes), of which
     at most one may be set, became `max_duration`. Raises ConfigError."""
     rest = {name: value for name, value in fields.items() if name not in ("epochs", "steps", "max_time")}
     given = [name for name in ("epochs", "steps", "max_time") if fields.get(name) is not None]
@@ -51,8 +52,10 @@ def join_length(fields: dict[str, Any]) -> dict[str, Any]:
     name, value = given[0], fields[given[0]]
     if name == "max_time":
         text = f"{value}min" if isinstance(value, int | float) else str(value)
+        if (seconds := _SECONDS.match(text)) is not None:
+            text = f"{float(seconds[1]) / 60:g}min"
         if parse_duration(text, "max-time").unit != "minutes":
-            raise ConfigError(f"--max-time {value!r} is not a time.", choices=("30min", "2h"))
+            raise ConfigError(f"--max-time {value!r} is not a time.", choices=("90s", "30min", "2h"))
     else:
         number = f"{value:g}" if type(value) in (int, float) else str(value)
         text = f"{number}ep" if name == "epochs" else str(value)

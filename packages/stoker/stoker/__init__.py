@@ -18,6 +18,7 @@ Names are imported when they are first used, so that `import stoker` is fast and
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from stoker_watch.hardware.cgroup import set_spin_count
@@ -56,6 +57,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("stoker")
     if name not in _HOME:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -183,9 +183,11 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     assert explain_run(run).state == "running"
     parent.communicate()
     assert is_held(run, read_run(run).events.job) is False
-    ended = read_run(run).termination
-    assert ended is not None
-    assert ended.exit_code is None
+    assert read_run(run).endings == ()
+    explanation = explain_run(run)
+    assert explanation.state == "unknown"
+    assert re.fullmatch(r"unknown: watched until .* UTC, .* its end was not seen", explanation.state_text)
+    assert not [finding for finding in explanation.findings if finding.severity != "info"]
 
 
 def test_a_live_job_that_spins_on_an_empty_file_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

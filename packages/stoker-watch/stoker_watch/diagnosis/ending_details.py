@@ -93,6 +93,20 @@ def name_place(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
     return finding
 
 
+def name_graph_error(lines: tuple[LogLine, ...], finding: Finding) -> Finding:
+    """The finding of an error inside of a graph of TensorFlow with what is wrong, and in which operation: these are
+    the last lines of a message that goes on below the exception."""
+    quoted = {evidence.source for evidence in finding.evidence}
+    for traceback in reversed(find_tracebacks(lines)):
+        _, last = _with_graph_error(lines, traceback)
+        if last == traceback[1] or lines[traceback[1]].source not in quoted:
+            continue
+        texts = [line for line in lines[traceback[1] + 1 : last + 1] if line.text.strip()][-2:]
+        told = [make_evidence(line.text.strip()[:MAX_EXCEPTION_CHARS], source=line.source) for line in texts]
+        return msgspec.structs.replace(finding, evidence=[*told, *finding.evidence])
+    return finding
+
+
 def _with_graph_error(lines: tuple[LogLine, ...], span: tuple[int, int]) -> tuple[int, int]:
     """The span of a traceback, with what TensorFlow prints below it of an error inside of a graph: the lines that built
     the operation, and what is wrong."""

@@ -35,6 +35,14 @@ class InFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     severity: Severity | None = None
 
 
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an ending is in a job of which each of `when`, patterns of lines, is in the output: another fix or title."""
+
+    when: tuple[str, ...]
+    fix: str
+    title: str = ""
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Output that a job printed. source: the thread or source file that it is from, if more is known than `seen`."""
 
@@ -58,6 +66,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     facts: tuple[InFacts, ...] = ()
     harmless: tuple[str, ...] = ()
     fix: str
+    variants: tuple[Variant, ...] = ()
     seen: tuple[str, ...]
     samples: tuple[Sample, ...] = ()
 
@@ -330,7 +339,7 @@ def find_recurring_non_finite_losses(losses: list[LoggedLoss]) -> tuple[list[Log
     return found
 
 
-_NUMBER = re.compile(r"[-+]?\d*\.?\d+\.?(?:e[-+]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:e[-+]?\d+)?", re.IGNORECASE)
 _EXPLODED_LOSS, _EXPLODED_RATIO, _NUM_EXPLODED = 100.0, 1000.0, 3
 """A loss that is above this to the end of a log, in as many lines, and this many times its median before (heuristic: a
 spike falls again; the loss of a second stage is not as large, or falls)."""
@@ -340,7 +349,8 @@ def find_exploded_losses(losses: list[LoggedLoss]) -> list[LogLine]:
     """The line before a training loss exploded, and its last lines, if it did not fall again; else empty."""
     for name in _WHOLE_LOSSES:
         of_name = [loss for loss in losses if loss.name == name and not _EVALUATION.search(loss.line.text)]
-        values = [float(loss.value) if _NUMBER.fullmatch(loss.value) else 0.0 for loss in of_name]
+        texts = [loss.value.rstrip(".") for loss in of_name]  # at the end of a sentence
+        values = [float(text) if _NUMBER.fullmatch(text) else 0.0 for text in texts]
         start = len(values)
         while start and values[start - 1] >= _EXPLODED_LOSS:
             start -= 1

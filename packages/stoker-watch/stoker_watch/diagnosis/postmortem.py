@@ -25,12 +25,13 @@ from stoker_watch.diagnosis.end_facts import (
     quote,
     quote_lines,
 )
-from stoker_watch.diagnosis.ending_details import name_memory_holders, name_package, name_place
+from stoker_watch.diagnosis.ending_details import name_graph_error, name_memory_holders, name_package, name_place
 from stoker_watch.diagnosis.endings import (
     SECONDARY_ERROR,
     UNEXPLAINED,
     Ending,
     LinePattern,
+    bound_repeats,
     drop_ignored_exceptions,
     endings,
     find_exploded_losses,
@@ -62,6 +63,7 @@ _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b(?!.{0,20}Error reported to Coordinat
 _PYTHON_WARNING = re.compile(r".{0,400}:\d{1,7}: \w{1,60}Warning: ")
 """As Python prints one: file, line, class."""
 _FRAME = re.compile(r'^\s*File ".{1,400}", line \d+, in (.+)$')
+_QUOTED_FRAME = re.compile(r'^(\[rank\d{1,9}\]:)?[\s>]*File ".{1,400}", line \d+, in ')
 _PROGRAM_FRAMES = ("<module>", "_run_module_as_main")
 """Functions in which the traceback of an exception begins that a program has not handled."""
 _MAX_SCRIPT_LINES = 20
@@ -169,7 +171,7 @@ def explain(termination: Termination) -> list[Finding]:
         lines = (*termination.output, *termination.handled_error)
         return explain(dataclasses.replace(termination, output=lines, handled_error=()))
     if all(finding.id != "diverged" for finding in findings):
-        diverged = _explain_losses(termination, output)
+        diverged = [_as_variant(finding, output) for finding in _explain_losses(termination, output)]
         findings = [*diverged, *findings] if normal_end is not None and output.bad_losses else [*findings, *diverged]
     remarks = {match.ending.id: match.ending for match in output.matches if match.ending.role == "remark"}
     for remark in sorted(remarks.values(), key=_rank):
@@ -190,10 +192,10 @@ def _explain_failure(termination: Termination, output: _Output) -> list[Finding]
         script_went_on = _script_went_on(output)
         if not script_went_on:
             return []
-    findings = [
-        name_place(output.lines, name_package(_name_full_device(termination, name_memory_holders(finding))))
-        for finding in _explain_end(termination, output)
-    ]
+    findings = []
+    for finding in _explain_end(termination, output):
+        exact = name_package(_name_full_device(termination, name_memory_holders(finding)))
+        findings.append(_as_variant(name_graph_error(output.lines, name_place(output.lines, exact)), output))
     if not script_went_on:
         return findings
     went_on = make_evidence("the job went on after it, as a script does, and ended with exit code 0")
@@ -205,6 +207,21 @@ def _explain_failure(termination: Termination, output: _Output) -> list[Finding]
         )
         for finding in findings
     ]
+
+
+def _as_variant(finding: Finding, output: _Output) -> Finding:
+    """The finding with what the output says to be so already: the first variant of its ending whose lines are there."""
+    for variant in endings()[finding.id].variants:
+        patterns = [re.compile(bound_repeats(text)) for text in variant.when]
+        found = [next((line for line in output.lines if pattern.search(line.text)), None) for pattern in patterns]
+        lines = [line for line in found if line is not None]
+        if len(lines) == len(patterns):
+            quoted = {item.source for item in finding.evidence}
+            shown = [quote(line) for line in dict.fromkeys(lines) if line.source not in quoted]
+            return msgspec.structs.replace(
+                finding, title=variant.title or finding.title, fix=variant.fix, evidence=[*finding.evidence, *shown]
+            )
+    return finding
 
 
 def _explain_losses(termination: Termination, output: _Output) -> list[Finding]:
@@ -514,12 +531,30 @@ def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
     joined = "\n".join(lowered)
     possible = [pattern for pattern in line_patterns() if pattern.literal in joined]
     matches = []
+    source_lines = _find_source_lines(lines)
     for index, (line, text) in enumerate(zip(stripped_lines, lowered, strict=True)):
-        candidates = (pattern for pattern in possible if pattern.literal in text and pattern.regex.search(line))
+        is_source = index in source_lines
+        candidates = (
+            pattern
+            for pattern in possible
+            if pattern.literal in text
+            and not (is_source and pattern.traceback_end is None)
+            and pattern.regex.search(line)
+        )
         if (pattern := next(candidates, None)) is not None:
             matches.append(_Match(pattern, lines[index], index))
     has_ends = any(match.pattern.traceback_end is not None for match in matches)
     return _check_traceback_ends(matches, lines) if has_ends else matches
+
+
+def _find_source_lines(lines: tuple[LogLine, ...]) -> set[int]:
+    """Indices of the lines of source code that tracebacks quote, which say nothing by themselves."""
+    found: set[int] = set()
+    for start, last in find_tracebacks(lines):
+        for index in range(start + 1, last):
+            if _QUOTED_FRAME.match(lines[index - 1].text) and not _QUOTED_FRAME.match(lines[index].text):
+                found.add(index)
+    return found
 
 
 def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> list[_Match]:

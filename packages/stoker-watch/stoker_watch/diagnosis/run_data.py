@@ -227,6 +227,8 @@ class EventSummary:
     """How the newest attempt ended; None: no event says so."""
     end_line: int = 0
     """Line of events.jsonl in which it stands."""
+    detached_t: float | None = None
+    """Unix time at which the newest attempt was no longer watched, and ran on; None: it was watched to its end."""
     output_start: Event | None = None
     """The first event of the newest attempt that says where its output begins."""
     job: dict[str, Any] | None = None
@@ -240,9 +242,12 @@ class EventSummary:
         self.last = event
         if event.attempt > self.attempts:
             self.attempts, self.end, self.end_line, self.output_start = event.attempt, None, 0, None
+            self.detached_t = None
         if event.attempt == self.attempts:
             if event.kind in END_KINDS:
                 self.end, self.end_line = event, line_number
+            if event.data.get("detached"):
+                self.detached_t = event.t
             if self.output_start is None and "output_offset" in event.data:
                 self.output_start = event
         if event.kind in ("started", "resumed"):

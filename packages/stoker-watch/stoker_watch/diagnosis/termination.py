@@ -109,8 +109,9 @@ class EndReader:
         self._stacks_source = ""
 
     def _has_ended(self) -> bool:
-        """False: it is alive, it finished and its output was not kept, it never began, or its lock cannot be tried."""
-        if not self._events.attempts:
+        """False: it is alive, it finished and its output was not kept, it never began, its lock cannot be tried, or
+        it was not watched to its end."""
+        if not self._events.attempts or self._events.detached_t is not None:
             return False
         if self._events.end is None:
             return is_held(self._run_dir, self._events.job) is False and lease_holder(self._run_dir) is None

@@ -368,6 +368,9 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
         saved = f"stopped by a signal, state saved{resume}"
         message = saved if events.end.kind == "preempted" else events.end.text.partition("\n")[0]
         return msgspec.convert(events.end.kind, State), f"{events.end.kind}: {message}"
+    if events.detached_t is not None:
+        until = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(events.detached_t))
+        return "unknown", f"unknown: watched until {until}, when the job still ran; its end was not seen"
     if lock_held is None:
         return "unknown", "unknown: no end is recorded, and the lock cannot be checked from here"
     if is_external:

@@ -194,7 +194,7 @@ class JobRecorder:
 
     def write_detached(self) -> None:
         """The job is still running; the recording ends."""
-        self._folder.event("info", f"{self._name} is no longer watched; it is still running")
+        self._folder.event("info", f"{self._name} is no longer watched; it is still running", detached=True)
 
     def write_start_failure(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)

@@ -149,7 +149,7 @@ def device_findings(facts: GpuFacts) -> Iterator[Finding]:
         finding = silent_cpu(found, facts.driver, env=facts.env, root=facts.root)
         if facts.device is not None:  # training would not fall back to the CPU, but end
             title = finding.title.replace("training would run on the CPU", f"--device {facts.device} does not exist")
-            finding = msgspec.structs.replace(finding, title=title)
+            finding = msgspec.structs.replace(finding, title=title, severity="blocker")
         yield finding
 
 
@@ -167,7 +167,7 @@ def _used_device(device: cuda_trial.CudaGpu) -> Finding:
 def silent_cpu(
     found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Finding:
-    """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
+    """Why torch has no GPU to use, with the exact fix: a blocker, but of a machine without one. Also for the short form in `stoker train`."""
     shown, visible = gpu_evidence(env, root), env.get("CUDA_VISIBLE_DEVICES")
     files, module = cuda_trial.device_files(root), cuda_trial.kernel_driver(root)
     container, promised = detect_container(env, root), cuda_trial.promised_by(env)

@@ -90,7 +90,8 @@ def _places_between_steps(run: RunRecords) -> list[Evidence]:
     own = [part for cost in run.costs for part in cost.parts
            if cost.place is not None and cost.role == "training" and part.kind in _BETWEEN_STEPS]  # fmt: skip
     places = list(merge_by(own, lambda part: (part.line, part.function, part.call)).values())
-    places += [place for place in run.places if place.role == "thread" and place.line and not place.is_startup]
+    places += [place for place in run.places
+               if place.role == "thread" and place.line and place.kind != "idle" and not place.is_startup]  # fmt: skip
     places = sorted(places, key=lambda place: -place.seconds)
     return [_place_evidence(place) for place in places[: int(PYTHON_BOUND.threshold("max_places"))]]
 

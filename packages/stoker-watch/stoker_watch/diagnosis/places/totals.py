@@ -125,8 +125,8 @@ class PlaceCounter:
                 continue
             seconds[group.role, group.rank] = seconds.get((group.role, group.rank), 0.0) + count.seconds
         for role, rank in seconds:
-            if role == "thread":  # its windows are only those in which it worked
-                seconds[role, rank] = max(seconds[role, rank], seconds.get(("training", rank), 0.0))
+            if role == "thread":  # a line of its windows is only there while it works or blocks
+                seconds[role, rank] = seconds.get(("training", rank), seconds[role, rank])
         return sorted(totals, key=lambda total: -total.seconds), seconds
 
 
