@@ -39,8 +39,8 @@ def parse_duration(text: str, flag: str = "max-duration") -> Duration:
 
 
 def join_length(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `90s` or `30min`, or minutes), of which
-    at most one may be set, became `max_duration`. Raises ConfigError."""
+    """Settings by name in which `epochs`, `steps` (numbers) or `max_time` (text such as `90s` or `30min`, or minutes),
+    of which at most one may be set, became `max_duration`. Raises ConfigError."""
     rest = {name: value for name, value in fields.items() if name not in ("epochs", "steps", "max_time")}
     given = [name for name in ("epochs", "steps", "max_time") if fields.get(name) is not None]
     if not given:

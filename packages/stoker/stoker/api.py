@@ -81,7 +81,8 @@ def check(
 ) -> "CheckReport":
     """Tests everything that could stop or slow a training, as `stoker check` does (docs/check.md).
 
-    The report has the findings, the worst first; `report.blocked` says whether training would fail. Raises StokerError for settings that do not exist or contradict each other.
+    The report has the findings, the worst first; `report.blocked` says whether training would fail. Raises StokerError
+    for settings that do not exist or contradict each other.
     """
     from stoker.config.settings import check_config
     from stoker.planning import CheckRequest

@@ -12,6 +12,7 @@ import pytest
 
 from stoker_watch.recording import own_stacks, stacks
 from stoker_watch.recording.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
+from stoker_watch.recording.stacks import StackSampler
 from stoker_watch.recording.telemetry.machine import read_life
 from stoker_watch.runs.records import STACKS, RunFolder, read_lines
 from stoker_watch.runs.schemas import StackWindow
@@ -232,6 +233,18 @@ def test_threads_that_work_or_block_in_the_jobs_code_are_samples_and_those_that_
     blocked = window_of(found[1][1], role="thread", runnable=0.0, cwd="/job")
     assert [(p.line, p.function, p.kind) for p in blocked.places] == [("set.py:9", "logs", "idle")]
     assert working_threads({3: others[3]}, 100, {3: 1.0}.get) == []
+
+
+def test_a_thread_that_computes_gradients_trains_while_the_main_one_waits() -> None:
+    """A learner in a thread of its own, as of IMPALA; a thread that only plays, with a forward pass."""
+    backward = Frame("_engine_run_backward", SITE + "torch/autograd/graph.py", 5)
+    learn, play, wait = (Frame(name, "/job/train.py", 9) for name in ("learn", "play", "main"))
+    forward = Frame("_call_impl", SITE + "torch/nn/modules/module.py", 1)
+    sampler = StackSampler.__new__(StackSampler)
+    main, learner, player = ([([wait], 40)], [([backward, learn], 30), ([learn], 10)], [([forward, play], 40)])
+    assert sampler._find_trainer(main, {5: player, 6: learner}) == 6
+    assert sampler._find_trainer(main, {5: player}) is None
+    assert sampler._find_trainer(learner, {5: player, 6: learner}) is None
 
 
 def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() -> None:

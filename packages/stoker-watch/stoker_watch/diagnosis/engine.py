@@ -132,7 +132,8 @@ class _OpenCosts:
     def take(self, cause: Cause, group: Iterable[tuple[int, Explanation]]) -> None:
         for index, found in group:
             self.left[index] -= found.saved * self.left[index]
-            self.explained[index].add(cause.id)
+            if not found.leaves_rest:
+                self.explained[index].add(cause.id)
 
     def free_s(self, indices: Iterable[int]) -> float:
         """Seconds of some costs that nothing certain explains."""

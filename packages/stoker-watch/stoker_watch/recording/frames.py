@@ -242,6 +242,11 @@ def _line_and_call(stack: Stack) -> tuple[str, str]:
     return f"{own.file}:{own.line}", find_call(own.file, own.line, _base_name(own.function), WRAPPER)
 
 
+def trains(samples: Samples) -> bool:
+    """Whether a thread computes gradients."""
+    return any(is_file_of("backward", frame.file) for stack, _ in samples for frame in stack)
+
+
 def working_threads(
     others: Mapping[int, Samples], total: int, find_runnable: Callable[[int], float | None]
 ) -> list[tuple[str, Samples, float]]:

@@ -229,6 +229,10 @@ class TrainingSampler(StackSampler):
     def _is_own(self, target: SampledProcess) -> bool:
         return target.pid == self._pid or target.pid in self.workers
 
+    def _find_trainer(self, samples: Samples, others: Mapping[int, Samples]) -> int | None:  # noqa: ARG002
+        """It is known."""
+        return None
+
     def _make_lines(
         self, target: SampledProcess, window: SampleWindow, samples: Samples, others: Mapping[int, Samples]
     ) -> list[StackWindow | None]:

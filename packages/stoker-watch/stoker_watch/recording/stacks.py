@@ -18,7 +18,16 @@ from typing import Any
 
 import psutil
 
-from stoker_watch.recording.frames import HELPER, CompiledCalls, Frame, Samples, find_role, make_window, working_threads
+from stoker_watch.recording.frames import (
+    HELPER,
+    CompiledCalls,
+    Frame,
+    Samples,
+    find_role,
+    make_window,
+    trains,
+    working_threads,
+)
 from stoker_watch.recording.remote_stacks import EndedError, RemoteStacks, UnreadableError
 from stoker_watch.recording.telemetry.machine import ForeignProcess, list_process_tree, read, read_life
 from stoker_watch.runs.records import RANKS, STACKS, RunFolder
@@ -98,6 +107,8 @@ class SampleWindow:
                 self._start_threads_s[int(name)] = _runnable_seconds(pid, int(name))
         self.counts: dict[int, collections.Counter[tuple[Frame, ...]]] = {}
         """Thread → samples of each stack."""
+        self.trainer: int | None = None
+        """Another thread than the main one that trains."""
         self.is_complete = False
         """It ends before its time, because the process began to train."""
 
@@ -120,7 +131,8 @@ class SampleWindow:
         return found.pop(self._pid, []), found
 
     def cpu_fractions(self) -> tuple[float | None, float | None]:
-        """Cores that the process used, and the fraction of time in which its main thread could run; None: not known."""
+        """Cores that the process used, and the fraction of time in which its main thread, or the one that trains, could
+        run; None: not known."""
         wall_s, life, start = self.age_s(), read_life(self._pid), self._start_life
         process_cpu, runnable = None, None
         if wall_s > 0 and life is not None and start is not None and life.start_ticks == start.start_ticks:
@@ -128,7 +140,7 @@ class SampleWindow:
         self._end_runnable_s = _runnable_seconds(self._pid) or self._end_runnable_s
         if wall_s > 0 and self._start_runnable_s is not None and self._end_runnable_s is not None:
             runnable = (self._end_runnable_s - self._start_runnable_s) / wall_s
-        return process_cpu, runnable
+        return process_cpu, runnable if self.trainer is None else self.thread_runnable(self.trainer)
 
     def thread_runnable(self, thread: int) -> float | None:
         """The fraction of the window in which a thread ran or waited for a core; None: it ended."""
@@ -352,6 +364,8 @@ class StackSampler:
         target.is_new = False
         if target.stacks is not None:
             target.stacks.forget()
+        if (trainer := self._find_trainer(samples, others)) is not None:
+            window.trainer, others[target.pid], samples = trainer, samples, others.pop(trainer)
         role = find_role(samples)
         if role and target.role != "training":
             target.role = role
@@ -362,11 +376,15 @@ class StackSampler:
         for line in filter(None, self._make_lines(target, window, samples, others)):
             self._write(target, line)
 
+    def _find_trainer(self, samples: Samples, others: Mapping[int, Samples]) -> int | None:
+        """The thread that trains while the main one only waits for it; None: the main one may train."""
+        return None if trains(samples) else next((thread for thread, own in others.items() if trains(own)), None)
+
     def _make_lines(
         self, target: SampledProcess, window: SampleWindow, samples: Samples, others: Mapping[int, Samples]
     ) -> list[StackWindow | None]:
         """The lines of a process that trains or loads, and of its threads that work. samples, others: those of the
-        main thread, and of the others by their kernel IDs."""
+        main thread, or of the one that trains, and of the others by their kernel IDs."""
         process_cpu, runnable = window.cpu_fractions()
         fields: dict[str, Any] = {
             "cwd": target.cwd, "t": time.time(), "attempt": self._folder.attempt, "pid": target.pid,

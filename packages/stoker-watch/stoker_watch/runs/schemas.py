@@ -182,7 +182,8 @@ _Restart = TypedDict("_Restart", {"oom_kills": Count}, total=False)
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
-    "coverage": dict[str, str], "damaged": str, "detached": bool, "empty_inputs": list[str], "eval_batch_size": Positive,
+    "coverage": dict[str, str], "damaged": str, "detached": bool, "empty_inputs": list[str],
+    "eval_batch_size": Positive,
     "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "facts": _Facts, "gpu": Count,
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,

@@ -19,7 +19,9 @@ from stoker_watch.printable import print_text
 
 
 def add_to(app: App) -> None:
-    app.help = "Trains object detectors, keeps the device busy, survives faults, and shows where every device-second went."
+    app.help = (
+        "Trains object detectors, keeps the device busy, survives faults, and shows where every device-second went."
+    )
     app.help_epilogue = (
         "Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 1 another error, 2 usage, "
         "3 pre-flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 preempted (state saved, run the same "

@@ -167,7 +167,8 @@ def _used_device(device: cuda_trial.CudaGpu) -> Finding:
 def silent_cpu(
     found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
 ) -> Finding:
-    """Why torch has no GPU to use, with the exact fix: a blocker, but of a machine without one. Also for the short form in `stoker train`."""
+    """Why torch has no GPU to use, with the exact fix: a blocker, but of a machine without one. Also for the short form
+    in `stoker train`."""
     shown, visible = gpu_evidence(env, root), env.get("CUDA_VISIBLE_DEVICES")
     files, module = cuda_trial.device_files(root), cuda_trial.kernel_driver(root)
     container, promised = detect_container(env, root), cuda_trial.promised_by(env)

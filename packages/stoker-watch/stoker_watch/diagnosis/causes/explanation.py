@@ -32,6 +32,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Sequence[Evidence | None] = ()
     saved: float = 1.0
     """Fraction of the cost that the fix saves."""
+    leaves_rest: bool = False
+    """Whether less exact causes may explain the rest."""
     measured: float | None = None
     """What the thresholds of the cause are compared with; None: the fraction of the time after the start."""
     min_measured: float = 0.0

@@ -420,8 +420,11 @@ def straggler(run: RunRecords, cost: Cost) -> Explanation | None:
     found = Explanation(evidence=evidence, measured=fraction, **named)
     if cost.phase == "comm" and 2 * run.phase_seconds("straggler") >= run.phase_seconds("comm"):
         return msgspec.structs.replace(found, saved=0.0)  # it hides what they take
-    if is_here or cost.phase != "straggler":
-        return found if is_here else None
+    if excess is not None and is_here:
+        saved = min(1.0, excess[1] / max(excess[3].seconds, 1e-9))
+        return msgspec.structs.replace(found, saved=saved, leaves_rest=True)
+    if cost.phase != "straggler":
+        return None
     alone_s = sum(waits_for_rank_0_s(run, name) for name in _OF_RANK_0) if rank == 0 else 0.0
     saved = 1 - alone_s / max(run.phase_seconds("straggler"), 1e-9)
     return msgspec.structs.replace(found, saved=min(1.0, saved)) if saved > 0 else None
@@ -443,7 +446,7 @@ def _straggler_by_stacks(run: RunRecords, cost: Cost) -> Explanation | None:
         return None
     return Explanation(
         evidence=[evidence], measured=excess_s / run.steady.wall_s, **_name_slow_rank(rank, place),
-        saved=1.0 if is_here else min(1.0, excess_s / max(sum(of_phases), 1e-9)),
+        saved=min(1.0, excess_s / max(at_place[rank] if is_here else sum(of_phases), 1e-9)),
         basis="the samples of its stacks, for each rank: all wait for it",
     )  # fmt: skip
 

@@ -277,7 +277,8 @@ class MistakeFinder:
         }
         watched.unused = without if watched.unused is None else without & watched.unused
         values, total = sum(sizes[where] for where in watched.unused), sum(sizes.values())
-        if watched.steps == USED_STEPS[-1] and MIN_UNUSED * total <= values < total:
+        are_most = 2 * len(watched.unused) >= len(sizes) and MIN_UNUSED * total <= values < total
+        if watched.steps == USED_STEPS[-1] and are_most:  # few tensors are heads that have no loss
             unused, percent = len(watched.unused), round(100 * values / total)
             place = _place_of(watched.optimizer())
             self.report("unused_parameters", place, unused=unused, tensors=len(sizes), percent=percent)
