@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from stoker_watch.recording import own_stacks, stacks
-from stoker_watch.recording.frames import HELPER, Frame, Samples, find_role, make_window, working_threads
-from stoker_watch.recording.stacks import StackSampler
+from stoker_watch.recording.frames import HELPER, Frame, Samples, find_role, find_trainer, make_window, working_threads
 from stoker_watch.recording.telemetry.machine import read_life
 from stoker_watch.runs.records import STACKS, RunFolder, read_lines
 from stoker_watch.runs.schemas import StackWindow
@@ -240,11 +239,12 @@ def test_a_thread_that_computes_gradients_trains_while_the_main_one_waits() -> N
     backward = Frame("_engine_run_backward", SITE + "torch/autograd/graph.py", 5)
     learn, play, wait = (Frame(name, "/job/train.py", 9) for name in ("learn", "play", "main"))
     forward = Frame("_call_impl", SITE + "torch/nn/modules/module.py", 1)
-    sampler = StackSampler.__new__(StackSampler)
-    main, learner, player = ([([wait], 40)], [([backward, learn], 30), ([learn], 10)], [([forward, play], 40)])
-    assert sampler._find_trainer(main, {5: player, 6: learner}) == 6
-    assert sampler._find_trainer(main, {5: player}) is None
-    assert sampler._find_trainer(learner, {5: player, 6: learner}) is None
+    sleeps = Frame("wait", "/usr/lib/python3.11/threading.py", 327)
+    main, learner, player = ([([sleeps, wait], 40)], [([backward, learn], 30)], [([forward, play], 10), ([play], 30)])
+    assert find_trainer(main, {5: player, 6: learner}) == 6
+    assert find_trainer(main, {5: player}) is None
+    assert find_trainer(main, {5: [([forward, play], 40)]}) == 5
+    assert find_trainer(learner, {5: player, 6: learner}) is None
 
 
 def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() -> None:

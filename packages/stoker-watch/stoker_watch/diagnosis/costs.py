@@ -312,26 +312,30 @@ def _divide_wait(run: RunRecords, cost: Cost) -> list[Cost]:
     """A wait for input, or of a line for threads and processes of the job, by what these did meanwhile: the largest
     place first, which costs as much of the wait as one of them spends there, since it would deliver so much sooner
     without it; what is left of the wait is the next ones', and what blocks counts after what works."""
-    roles: tuple[str, ...] = ()
+    by_role: list[list[tuple[str, PlaceGroup]]] = []
     if cost.phase == "input_wait" and cost.place is None:
-        roles = "worker", "thread"
+        by_role = [[(role, group) for group in _waited_groups(run, role)] for role in ("worker", "thread")]
     elif cost.place is not None and cost.place.kind == "idle" and CALLS["awaits"].search(cost.place.call):
-        roles = "thread", "worker"
+        by_role = [[(role, group) for role in ("thread", "worker") for group in _waited_groups(run, role)]]
     divided: list[Cost] = []
     left_s = cost.steady_s
-    for role in roles:
-        groups = _waited_groups(run, role) if not divided else []
-        for group in sorted(groups, key=lambda group: (group.place.kind == "idle", -group.whole.seconds)):
-            seconds = min(left_s, _part_of_process(run, group, role) * run.steady.wall_s)
-            if seconds > 0:
-                made = _make_cost(group, cost.phase, seconds, cost.rank, seconds, role)
-                divided.append(msgspec.structs.replace(made, awaited_in=cost.place, does=what_it_does(group.place)))
-                left_s -= seconds
+    for role, group in sorted(next(filter(None, by_role), []), key=_suspicion):
+        seconds = min(left_s, _part_of_process(run, group, role) * run.steady.wall_s)
+        if seconds > 0:
+            made = _make_cost(group, cost.phase, seconds, cost.rank, seconds, role)
+            divided.append(msgspec.structs.replace(made, awaited_in=cost.place, does=what_it_does(group.place)))
+            left_s -= seconds
     outside_s = cost.seconds - cost.steady_s
     if left_s + outside_s > 0:
         place_s = cost.place_s * left_s / cost.steady_s if cost.steady_s > 0 else cost.place_s
         divided.append(msgspec.structs.replace(cost, seconds=left_s + outside_s, steady_s=left_s, place_s=place_s))
     return divided
+
+
+def _suspicion(of_role: tuple[str, PlaceGroup]) -> tuple[bool, bool, float]:
+    """Sorts who may be waited for: what works first, then what blocks, and what sleeps, as a clock does, last."""
+    place = of_role[1].place
+    return place.kind == "idle", place.call == "time.sleep", -of_role[1].whole.seconds
 
 
 def _part_of_process(run: RunRecords, group: PlaceGroup, role: str) -> float:

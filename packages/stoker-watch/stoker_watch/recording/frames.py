@@ -242,9 +242,21 @@ def _line_and_call(stack: Stack) -> tuple[str, str]:
     return f"{own.file}:{own.line}", find_call(own.file, own.line, _base_name(own.function), WRAPPER)
 
 
-def trains(samples: Samples) -> bool:
-    """Whether a thread computes gradients."""
-    return any(is_file_of("backward", frame.file) for stack, _ in samples for frame in stack)
+def find_trainer(samples: Samples, others: Mapping[int, Samples]) -> int | None:
+    """The thread that trains while the main one only waits for it: that computes gradients, or computes most of the
+    time. None: the main one may train. samples, others: those of the main thread, and of the others."""
+    if any(classify(stack, active=False) not in ("idle", "other") for stack, _ in samples):
+        return None
+    computing = {
+        thread: sum(count for stack, count in own if classify(stack, active=False) == "compute")
+        for thread, own in others.items()
+    }
+    thread = max(computing, key=lambda thread: computing[thread], default=None)
+    if thread is None or not computing[thread]:
+        return None
+    has_gradients = any(is_file_of("backward", frame.file) for stack, _ in others[thread] for frame in stack)
+    is_most = 2 * computing[thread] >= sum(count for _, count in others[thread])
+    return thread if has_gradients or is_most else None
 
 
 def working_threads(

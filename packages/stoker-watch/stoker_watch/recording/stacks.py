@@ -24,8 +24,8 @@ from stoker_watch.recording.frames import (
     Frame,
     Samples,
     find_role,
+    find_trainer,
     make_window,
-    trains,
     working_threads,
 )
 from stoker_watch.recording.remote_stacks import EndedError, RemoteStacks, UnreadableError
@@ -365,7 +365,7 @@ class StackSampler:
         if target.stacks is not None:
             target.stacks.forget()
         if (trainer := self._find_trainer(samples, others)) is not None:
-            window.trainer, others[target.pid], samples = trainer, samples, others.pop(trainer)
+            window.trainer, samples = trainer, others.pop(trainer)
         role = find_role(samples)
         if role and target.role != "training":
             target.role = role
@@ -378,7 +378,7 @@ class StackSampler:
 
     def _find_trainer(self, samples: Samples, others: Mapping[int, Samples]) -> int | None:
         """The thread that trains while the main one only waits for it; None: the main one may train."""
-        return None if trains(samples) else next((thread for thread, own in others.items() if trains(own)), None)
+        return find_trainer(samples, others)
 
     def _make_lines(
         self, target: SampledProcess, window: SampleWindow, samples: Samples, others: Mapping[int, Samples]
@@ -471,7 +471,9 @@ class StackSampler:
             if target.pid in known_ranks:
                 target.rank = known_ranks[target.pid]  # children of `mp.spawn` have no RANK
                 target.role = "training"
-            elif target.role == "" and target.parent in training_pids:
-                target.role = "worker"  # until a stack says more
+            elif target.parent in (
+                known_ranks if target.role == "training" else training_pids if not target.role else ()
+            ):
+                target.role = "worker"  # until a stack says more; one that computes for a process that trains
             elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
                 target.role = ""
