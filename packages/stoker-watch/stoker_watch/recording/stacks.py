@@ -161,6 +161,8 @@ class SampledProcess:
         """It is sampled no more: it may not be read, or its memory is forged."""
         self.is_new = True
         """It has no window yet."""
+        self.serves = False
+        """It computes for a process that trains, which has started it."""
         self.trains = False
         """The hook has counted a step of it."""
         self.sampled_s = 0.0
@@ -367,7 +369,7 @@ class StackSampler:
         if (trainer := self._find_trainer(samples, others)) is not None:
             window.trainer, samples = trainer, others.pop(trainer)
         role = find_role(samples)
-        if role and target.role != "training":
+        if role and target.role != "training" and not target.serves:
             target.role = role
         if target.role == HELPER:
             return
@@ -471,9 +473,9 @@ class StackSampler:
             if target.pid in known_ranks:
                 target.rank = known_ranks[target.pid]  # children of `mp.spawn` have no RANK
                 target.role = "training"
-            elif target.parent in (
-                known_ranks if target.role == "training" else training_pids if not target.role else ()
-            ):
-                target.role = "worker"  # until a stack says more; one that computes for a process that trains
+            elif target.role == "" and target.parent in training_pids:
+                target.role = "worker"  # until a stack says more
+            elif target.role == "training" and target.parent in known_ranks:
+                target.role, target.serves = "worker", True
             elif target.role == HELPER and now_s - target.sampled_s > HELPER_RECHECK_S:
                 target.role = ""
