@@ -1,6 +1,7 @@
 """stoker in Python: train, load, predict, evaluate do what the commands do."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -195,3 +196,7 @@ def test_the_result_of_predict_is_what_the_command_writes(model: stoker.Model, d
     (entry,) = json.loads((tmp_path / "out" / "predictions.json").read_text())
     (one,) = model.predict(path, conf=0.01)
     assert [found["class"] for found in entry["detections"]] == one.names
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", stoker.__version__)

@@ -174,6 +174,11 @@ def test_command_has_the_users_settings() -> None:
     assert parsed == config.replace(price_per_device_hour=None)
 
 
+@pytest.mark.parametrize(("text", "length"), [("90s", "1.5min"), ("45 seconds", "0.75min"), ("2h", "2h"), (5, "5min")])
+def test_a_time_may_be_in_seconds(text: object, length: str) -> None:
+    assert join_length({"max_time": text}) == {"max_duration": length}
+
+
 def test_terminal(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = plan(data, on=["a2-highgpu-1g", "g2-standard-8", "p4d.24xlarge"], limits=Limits(by_s=7200.0, budget=5.0))
     print_plan(result)

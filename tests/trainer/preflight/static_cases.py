@@ -334,6 +334,12 @@ REQUIREMENTS = (
         (("unpinned_framework", "tensorflow"), ("two_opencvs", "opencv-python-headless")),
     ),
     Case(
+        "two_onnxruntimes",
+        "a detector's requirements",
+        {"requirements.txt": "torch==2.6.0\nonnxruntime==1.20.1\nonnx\nonnxruntime-gpu==1.20.1\n"},
+        (("two_onnxruntimes", "onnxruntime-gpu"),),
+    ),
+    Case(
         "od_api_notebook",
         "an Object Detection API notebook: tensorflow and tensorflow-gpu 2.4.1",
         {"requirements.txt": "tensorflow==2.4.1\ntensorflow-gpu==2.4.1\n"},

@@ -112,6 +112,7 @@ def test_who_starts_ranks(monkeypatch: pytest.MonkeyPatch):
     [
         (tf_config(kind="evaluator", chief=["a:1"], evaluator=["e:1"]), "evaluator 0, which does not train"),
         (tf_config(kind="ps", worker=["a:1"], ps=["e:1"]), "ps 0, which does not train"),
+        (tf_config(2, worker=["a:1", "b:1"]), "worker 2, and its list ends with worker 1"),
     ],
 )
 def test_a_process_that_does_not_train_is_refused(env: dict[str, str], words: str):

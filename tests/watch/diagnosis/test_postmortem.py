@@ -363,6 +363,7 @@ EXPLODED = ["0.727", "0.633", "0.619", "3.812", "5.212", "550625.562", "39514140
 
 @pytest.mark.parametrize(("losses", "lines"), [
     (EXPLODED, [4, 5, 8]),
+    ([f"{value}." for value in EXPLODED], [4, 5, 8]),
     ([*EXPLODED[:7], "0.7", "0.6"], []),
     (EXPLODED[:7], []),
     (["0.7", "0.6", "0.5", "300.0", "320.0", "310.0", "330.0"], []),
@@ -1069,3 +1070,71 @@ def test_errors_of_a_shell_are_found_in_linear_time() -> None:
 def test_a_fault_long_before_an_unfinished_traceback_is_not_its_reason() -> None:
     fault, epochs = "CUDA_ERROR_OUT_OF_MEMORY: out of memory\n", "Epoch 1 loss 0.5\n" * 50
     assert told(fault + epochs + TRACEBACK) == []
+
+
+FRAME = '  File "/job/heads.py", line 31, in assign\n    '
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "id"),
+    [
+        ("row = self.cat_ids[label]", "IndexError: list index out of range", "label_out_of_range"),
+        ("row = self.rows[label]", "IndexError: list index out of range", "index_error"),
+        ("cost = -prob[:, tgt_ids]", "IndexError: index 12 is out of bounds for dimension 1 with size 7",
+         "label_out_of_range"),
+        ("cost = -prob[:, tgt_ids]", "IndexError: tensors used as indices must be long, int, byte or bool tensors",
+         "empty_labels"),
+        ("masks = [one['segmentation'] for one in anns]", "KeyError: 'segmentation'", "polygons_missing"),
+        ("areas = [one['segmentation'] for one in anns]", "KeyError: 'area'", "annotations_invalid"),
+        ("raise ValueError('Loss is nan, stopping training')", "ValueError: no batch", "ended_by_error"),
+        ("number = class_to_idx[name]", "KeyError: 'lorry'", "label_out_of_range"),
+    ],
+)  # fmt: skip
+def test_a_line_of_the_traceback_tells_what_the_last_one_does_not(source: str, error: str, id: str) -> None:
+    """Source lines that a traceback quotes are no evidence by themselves, and the most exact row wins."""
+    findings = died(f"{TRACEBACK}{FRAME}{source}\n{error}\n")
+    assert findings[0].id == id
+    assert error in texts(findings[0])
+
+
+def test_an_error_of_a_replica_is_one_of_data_parallel() -> None:
+    replica = "IndexError: Caught IndexError in replica 1 on device 1.\nOriginal " + TRACEBACK
+    error = "IndexError: index 4 is out of bounds for dimension 0 with size 4"
+    assert died(f"{TRACEBACK}{replica}{error}\n")[0].id == "targets_of_replicas"
+    assert died(f"{TRACEBACK}{error}\n")[0].id == "index_out_of_range"
+
+
+@pytest.mark.parametrize(
+    ("shown", "failure", "fix"),
+    [
+        ("NCCL INFO NCCL_SOCKET_IFNAME set by environment to ib0", "NCCL WARN Bootstrap : no socket interface found",
+         "Unset NCCL_SOCKET_IFNAME"),
+        ("", "NCCL WARN Bootstrap : no socket interface found", "Name the interface"),
+        ("device: Tesla T4", "Loss is nan, stopping training", "lower learning rate"),
+        ("device: NVIDIA GeForce GTX 1650 amp=True", "Loss is nan, stopping training", "full precision"),
+        ("device: NVIDIA GeForce GTX 1650 amp=False", "Loss is nan, stopping training", "lower learning rate"),
+        ("srun: error: node7: tasks 1-3: Exited with exit code 1", "OSError: [Errno 98] Address already in use",
+         "ntasks-per-node=1"),
+        ("", "OSError: [Errno 98] Address already in use", "--master-port"),
+        ("", "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "device plugin"),
+        ("", "0/3 nodes are available: 1 Insufficient nvidia.com/gpu, 2 Insufficient cpu.", "Ask for what a node has"),
+    ],
+)  # fmt: skip
+def test_advice_is_none_that_the_output_shows_to_be_followed(shown: str, failure: str, fix: str) -> None:
+    (first, *_) = died(f"{shown}\n{failure}\n")
+    assert fix in first.fix
+    assert first.fix == endings()[first.id].fix or shown in texts(first)
+
+
+def test_an_error_in_a_graph_of_tensorflow_is_told_whole() -> None:
+    error = "tensorflow.python.framework.errors_impl.InvalidArgumentError: Graph execution error:\n\n"
+    rest = "Detected at node Box/Reshape defined at (most recent call last):\n\nInput has 12 values, 16 are wanted\n"
+    (first, *_) = died(f"{TRACEBACK}{error}{rest}\t [[{{{{node Box/Reshape}}}}]] [Op:__inference_step_7]\n")
+    assert "Input has 12 values, 16 are wanted" in texts(first)
+    assert "node Box/Reshape" in texts(first)
+
+
+def test_a_job_that_stood_still_for_ten_usual_steps_hung() -> None:
+    for seconds, usual, found in ((45.0, 2.0, "hang"), (45.0, 20.0, "preempted"), (20.0, 0.5, "preempted")):
+        hang = HangInfo(duration_s=seconds, source="steps.jsonl:9", usual_s=usual, cpu_cores=0.01)
+        assert died("", BY_TERM, hang=hang)[0].id == found

@@ -245,6 +245,8 @@ def test_a_thread_that_computes_gradients_trains_while_the_main_one_waits() -> N
     assert find_trainer(main, {5: player}) is None
     assert find_trainer(main, {5: [([forward, play], 40)]}) == 5
     assert find_trainer(learner, {5: player, 6: learner}) is None
+    assert find_trainer(main, {5: player, 6: main}, known=6) == 6, "it waits for the players"
+    assert find_trainer(learner, {5: player, 6: main}, known=6) is None
 
 
 def test_threads_of_a_loader_are_workers_also_where_they_wait_or_have_ended() -> None:

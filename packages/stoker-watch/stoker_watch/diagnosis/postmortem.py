@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -530,49 +530,39 @@ def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
     lowered = [text.lower() for text in stripped_lines]
     joined = "\n".join(lowered)
     possible = [pattern for pattern in line_patterns() if pattern.literal in joined]
-    matches = []
-    source_lines = _find_source_lines(lines)
+    matches: dict[int, _Match] = {}
+    ends = {index: last for start, last in find_tracebacks(lines) for index in range(start, last + 1)}
+    source_lines = _find_source_lines(lines, ends)
+    inside: dict[int, _Match] = {}
     for index, (line, text) in enumerate(zip(stripped_lines, lowered, strict=True)):
-        is_source = index in source_lines
+        last = ends.get(index)
         candidates = (
             pattern
             for pattern in possible
             if pattern.literal in text
-            and not (is_source and pattern.traceback_end is None)
+            and (index not in source_lines if pattern.traceback_end is None
+                 else last is not None and pattern.ends_traceback(lines[last].text))
             and pattern.regex.search(line)
-        )
-        if (pattern := next(candidates, None)) is not None:
-            matches.append(_Match(pattern, lines[index], index))
-    has_ends = any(match.pattern.traceback_end is not None for match in matches)
-    return _check_traceback_ends(matches, lines) if has_ends else matches
+        )  # fmt: skip
+        if (pattern := next(candidates, None)) is None:
+            continue
+        if pattern.traceback_end is None or last is None:
+            matches[index] = _Match(pattern, lines[index], index)
+        elif last not in inside or _rank(pattern.ending) < _rank(inside[last].ending):
+            inside[last] = _Match(pattern, lines[index], index)
+    for last, match in inside.items():  # it matches the last line of its traceback, too
+        matches[match.line_index], matches[last] = match, dataclasses.replace(match, line=lines[last], line_index=last)
+    return [matches[index] for index in sorted(matches)]
 
 
-def _find_source_lines(lines: tuple[LogLine, ...]) -> set[int]:
-    """Indices of the lines of source code that tracebacks quote, which say nothing by themselves."""
-    found: set[int] = set()
-    for start, last in find_tracebacks(lines):
-        for index in range(start + 1, last):
-            if _QUOTED_FRAME.match(lines[index - 1].text) and not _QUOTED_FRAME.match(lines[index].text):
-                found.add(index)
-    return found
-
-
-def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> list[_Match]:
-    """Removes matches whose traceback has to end differently; the others match the traceback's last line too."""
-    confirmed = {
-        last: match
-        for match in matches
-        if match.pattern.traceback_end is not None
-        for start, last in find_tracebacks(lines)
-        if start <= match.line_index <= last and match.pattern.ends_traceback(lines[last].text)
+def _find_source_lines(lines: tuple[LogLine, ...], ends: Mapping[int, int]) -> set[int]:
+    """Indices of the lines of source code that tracebacks quote, which say nothing by themselves. ends: line of a
+    traceback → its last line."""
+    return {
+        index
+        for index, last in ends.items()
+        if index < last and _QUOTED_FRAME.match(lines[index - 1].text) and not _QUOTED_FRAME.match(lines[index].text)
     }
-    retained = [
-        match
-        for match in matches
-        if match.line_index not in confirmed and (match.pattern.traceback_end is None or match in confirmed.values())
-    ]
-    retained += [dataclasses.replace(match, line=lines[last], line_index=last) for last, match in confirmed.items()]
-    return sorted(retained, key=lambda match: match.line_index)
 
 
 def _xid_pid(text: str) -> int | None:

@@ -242,11 +242,14 @@ def _line_and_call(stack: Stack) -> tuple[str, str]:
     return f"{own.file}:{own.line}", find_call(own.file, own.line, _base_name(own.function), WRAPPER)
 
 
-def find_trainer(samples: Samples, others: Mapping[int, Samples]) -> int | None:
+def find_trainer(samples: Samples, others: Mapping[int, Samples], known: int | None = None) -> int | None:
     """The thread that trains while the main one only waits for it: that computes gradients, or computes most of the
-    time. None: the main one may train. samples, others: those of the main thread, and of the others."""
+    time. None: the main one may train. samples, others: those of the main thread, and of the others.
+    known: the one that did before."""
     if any(classify(stack, active=False) not in ("idle", "other") for stack, _ in samples):
         return None
+    if known in others:
+        return known
     computing = {
         thread: sum(count for stack, count in own if classify(stack, active=False) == "compute")
         for thread, own in others.items()

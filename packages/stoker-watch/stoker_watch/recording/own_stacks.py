@@ -229,7 +229,7 @@ class TrainingSampler(StackSampler):
     def _is_own(self, target: SampledProcess) -> bool:
         return target.pid == self._pid or target.pid in self.workers
 
-    def _find_trainer(self, samples: Samples, others: Mapping[int, Samples]) -> int | None:  # noqa: ARG002
+    def _find_trainer(self, *_: object) -> int | None:
         """It is known."""
         return None
 

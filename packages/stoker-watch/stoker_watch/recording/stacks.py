@@ -161,6 +161,8 @@ class SampledProcess:
         """It is sampled no more: it may not be read, or its memory is forged."""
         self.is_new = True
         """It has no window yet."""
+        self.trainer: int | None = None
+        """The thread that trains, if not the main one."""
         self.serves = False
         """It computes for a process that trains, which has started it."""
         self.trains = False
@@ -366,8 +368,9 @@ class StackSampler:
         target.is_new = False
         if target.stacks is not None:
             target.stacks.forget()
-        if (trainer := self._find_trainer(samples, others)) is not None:
-            window.trainer, samples = trainer, others.pop(trainer)
+        if (trainer := self._find_trainer(target, samples, others)) is not None:
+            target.trainer = window.trainer = trainer
+            samples = others.pop(trainer)
         role = find_role(samples)
         if role and target.role != "training" and not target.serves:
             target.role = role
@@ -378,9 +381,9 @@ class StackSampler:
         for line in filter(None, self._make_lines(target, window, samples, others)):
             self._write(target, line)
 
-    def _find_trainer(self, samples: Samples, others: Mapping[int, Samples]) -> int | None:
+    def _find_trainer(self, target: SampledProcess, samples: Samples, others: Mapping[int, Samples]) -> int | None:
         """The thread that trains while the main one only waits for it; None: the main one may train."""
-        return find_trainer(samples, others)
+        return find_trainer(samples, others, target.trainer)
 
     def _make_lines(
         self, target: SampledProcess, window: SampleWindow, samples: Samples, others: Mapping[int, Samples]

@@ -198,6 +198,11 @@ def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
         addresses = {(name, k): host for name in TRAINING_TASKS for k, host in enumerate(lists.get(name, []))}
         if not addresses:
             continue
+        if own not in addresses and own[0] in TRAINING_TASKS and lists.get(own[0]):
+            last = len(lists[own[0]]) - 1
+            raise make_error(
+                UsageError, "task-outside-of-its-list", variable=variable, task=own[0], number=own[1], last=last
+            )
         if own not in addresses:
             raise make_error(UsageError, "task-does-not-train", variable=variable, task=own[0], number=own[1])
         rank = list(addresses).index(own)

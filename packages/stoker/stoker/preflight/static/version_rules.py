@@ -293,9 +293,11 @@ def _conda(image: Image) -> Iterator[Finding]:
 
 def _opencv(image: Image) -> Iterator[Finding]:
     found = [package for name in LISTS["opencv"] if (package := image.get(name))]
-    if len(found) > 1:
-        names = " and ".join(sorted(package.name for package in found))
-        yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
+    runtimes = [package for name in LISTS["onnxruntime"] if (package := image.get(name))]
+    for id, packages in (("two_opencvs", found), ("two_onnxruntimes", runtimes)):
+        if len(packages) > 1:
+            names = " and ".join(sorted(package.name for package in packages))
+            yield describe(id, max(packages, key=image.packages.index).place, names=names)
     gui = image.get(*LISTS["opencv_gui"])
     is_headless = any("headless" in package.name for package in found)
     lacks_gl = not (is_headless or image.has_gl) and re.search(PATTERNS["without_gl"], image.base)
