@@ -53,7 +53,8 @@ def patch_monitoring(module: "Any") -> None:
                     values[RECOMPILED_S] = max(values[RECOMPILED_S], repeated_s[name])
                     misses.ask()
                 if counts[name] > 1 and counts[name] == max(counts.values()):
-                    clock.set_recompiled(name, misses.why.get(name, ""))
+                    function = name[4:-1] if name.startswith("jit(") else name
+                    clock.set_recompiled(function, misses.why.get(function, ""))
         except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
             clock.disable("jax", error)
 
@@ -79,7 +80,7 @@ class _Misses(logging.Filter):
             config.update(EXPLAIN, True)
         self._asked = True
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def filter(self, record: "Any") -> bool:
         try:
             text = record.getMessage()
             if not text.startswith(MISS):
