@@ -120,6 +120,7 @@ def test_the_severity_that_an_id_is_explained_with_is_that_of_its_findings() -> 
         of_rows.setdefault(name.partition("/")[0], set()).add(row.severity)
     chosen = {
         "driver_old",
+        "no_gpu",
         "gpu_in_use",
         "bundled_cuda_not_found",
         "framework_replaced",

@@ -92,7 +92,7 @@ def quote(line: LogLine, prefix: str = "") -> Evidence:
 
 
 def quote_lines(lines: Sequence[LogLine]) -> list[Evidence]:
-    """Of the first lines."""
+    """Quotes the first lines."""
     return [quote(line) for line in lines[:MAX_QUOTED_LINES]]
 
 

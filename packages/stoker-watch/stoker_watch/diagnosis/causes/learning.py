@@ -187,7 +187,7 @@ def _is_judged(run: RunRecords, cause: Cause, thirds: tuple[float, float, float]
 
 
 def _explain_flat(run: RunRecords, cause: Cause, loss: tuple[float, float, float]) -> Finding | None:
-    """Of a loss that hardly changes: a model that guesses, a tiny learning rate, or not known (info)."""
+    """Why a loss hardly changes: a model that guesses, a tiny learning rate, or not known (info)."""
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     if guesses := _find_guessing(run, loss):
         text, kind, seen_loss = guesses

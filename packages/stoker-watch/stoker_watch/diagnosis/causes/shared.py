@@ -262,7 +262,7 @@ def waits_for_rank_0_s(run: RunRecords, phase: str) -> float:
 
 
 def cores_evidence(run: RunRecords) -> Evidence:
-    """Of workers that take cores from steps."""
+    """That steps and workers want the same cores."""
     demanded, got = run.host.threads_running.value or 0.0, run.host.process_cpu.value or 0.0
     text = f"steps and loader workers want the same cores: their threads demanded {demanded:.2f} and got {got:.2f}"
     return make_evidence(text, demanded - got, "devices.jsonl: threads_running, process_cpu")
