@@ -38,6 +38,8 @@ _UNNAMED = ("unattributed", "host")
 """Phases that say only that no clock knows more: costs in them are called by the kind of their samples."""
 _ANYTHING = ("unattributed", "host", "eval", "compute")
 """Phases in which samples of any kind may be."""
+_STEP_PHASES = ("compute", "eval")
+"""Phases of samples that compute as steps do."""
 _OTHERS = ("startup", "recovery", "idle")
 """Phases that the training thread does nothing of a loop in."""
 _MAX_BY_CLOCK = {"input_wait": 2.0}
@@ -130,31 +132,32 @@ def _with_stragglers(run: RunRecords, phases: dict[str, float]) -> dict[str, flo
 def _allocate(samples: Sequence[tuple[str, float]], phases: dict[str, float]) -> list[dict[str, float]]:
     """For each (kind of samples, their seconds) the seconds by phase of the clock. Samples fill the phase of their kind
     first, in proportion; what is too much for it goes to the phases of _ANYTHING that have room left, in proportion to
-    that, then to others."""
+    that, then to others: what computes as steps do before what does not."""
     wanted: dict[str, float] = {}
     for kind, seconds in samples:
         add_amounts(wanted, {phase_of(kind): seconds})
     own = {phase: min(1.0, phases.get(phase, 0.0) / seconds) for phase, seconds in wanted.items() if seconds > 0}
     room = {name: phases[name] - own.get(name, 0.0) * wanted.get(name, 0.0) for name in phases}
-    surplus_s = sum((1 - own[phase]) * wanted[phase] for phase in own)
-    spread = _spread(surplus_s, {name: room[name] for name in _ANYTHING if name in room})
-    left_s = surplus_s - sum(spread.values())
-    spread |= _spread(left_s, {name: seconds for name, seconds in room.items() if name not in (*_ANYTHING, *_OTHERS)})
+    spread: dict[bool, dict[str, float]] = {}
+    for as_steps in (True, False):
+        surplus_s = sum((1 - own[p]) * wanted[p] for p in own if (p in _STEP_PHASES) == as_steps)
+        taken = _spread(surplus_s, {name: room[name] for name in _ANYTHING if name in room})
+        left_s = surplus_s - sum(taken.values())
+        taken |= _spread(left_s, {name: free for name, free in room.items() if name not in (*_ANYTHING, *_OTHERS)})
+        room = {name: free - taken.get(name, 0.0) for name, free in room.items()}
+        # as fractions of what was too much
+        spread[as_steps] = {name: over_s / surplus_s for name, over_s in taken.items()} if surplus_s > 0 else {}
     fits: dict[str, float] = {}
     for phase in own:  # what is left then is of the phase's own samples, which were too few
-        left_s = room.get(phase, 0.0) - spread.get(phase, 0.0)
-        ratio = own[phase] + max(0.0, left_s) / wanted[phase]
+        ratio = own[phase] + max(0.0, room.get(phase, 0.0)) / wanted[phase]
         fits[phase] = ratio if ratio <= _MAX_BY_CLOCK.get(phase, _MAX_BY_ANY_CLOCK) else own[phase]
     found: list[dict[str, float]] = []
     for kind, seconds in samples:
         phase = phase_of(kind)
-        if seconds <= 0:
-            found.append({})
-            continue
-        share = {phase: fits[phase] * seconds} if phases.get(phase) else {}
-        part = (1 - own[phase]) * seconds / surplus_s if surplus_s > 0 else 0.0
-        for name, over_s in spread.items() if part > 0 else ():
-            share[name] = share.get(name, 0.0) + part * over_s
+        share = {phase: fits[phase] * seconds} if seconds > 0 and phases.get(phase) else {}
+        over_s = (1 - own[phase]) * seconds if seconds > 0 else 0.0
+        for name, fraction in spread[phase in _STEP_PHASES].items() if over_s > 0 else ():
+            share[name] = share.get(name, 0.0) + fraction * over_s
         found.append(share)
     return found
 
