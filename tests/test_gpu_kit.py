@@ -391,7 +391,7 @@ print("the same program")
 
 @pytest.mark.slow
 def test_the_loader_in_the_loop_trains_with_the_program_of_the_step(tmp_path: Path) -> None:
-    found = run_part(tmp_path, STEP_AND_LOOP, limit_s=280)
+    found = run_part(tmp_path, STEP_AND_LOOP, limit_s=1200)
     assert found["exit"] == 0, found
     assert found["output"][-1] == "the same program"
 

@@ -158,7 +158,7 @@ def test_its_loss_falls() -> None:
     batch = make_batch((3, 1), CANVAS, 3)
     optimizer = AdamW(model.parameters(), lr=2e-3)
     history = []
-    for _ in range(8):
+    for _ in range(12):
         optimizer.zero_grad()
         with ForbidHostSync():
             loss = sum(model.loss(model(batch.images), batch).values(), torch.zeros(()))

@@ -238,9 +238,12 @@ def test_this_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(checking, "DEEP_FACTOR", 10)
     report = stoker.check(deep=True)
     assert isinstance(report, CheckReport)
-    assert report.blocked
-    assert report.findings[0].severity == "blocker"
+    assert not report.blocked
+    assert report.findings[0].severity == "warning"
     assert "CPU" in report.findings[0].title
+    with_device = stoker.check(deep=True, device="cuda")
+    assert with_device.blocked
+    assert "--device cuda does not exist" in with_device.findings[0].title
     asked_for = stoker.check(draw(tmp_path / "drawn", train=8, val=2), deep=True, **SMALL)  # type: ignore[arg-type]
     assert not asked_for.blocked, asked_for.findings
     in_order = {finding.id for finding in asked_for.findings if finding.severity == "ok"}
