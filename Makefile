@@ -18,11 +18,11 @@ VERSION_TESTS := $(addprefix tests/trainer/,models training hardware data/test_a
 
 setup: .venv/.ready
 
-.uv/bin/uv:
+.uv/bin/uv:  # in a new folder: a setup that is interrupted leaves no part of one
 	rm -rf .uv .uv.new
 	$(PYTHON) -m venv .uv.new
 	.uv.new/bin/pip install --quiet --disable-pip-version-check 'uv>=0.5'
-	mv .uv.new .uv  # an interrupted setup leaves none that lacks a part
+	mv .uv.new .uv
 
 .venv/.ready: requirements.lock $(PACKAGES:=/pyproject.toml) $(filter .uv/bin/uv,$(UV))
 	$(BIN)/python -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null || \

@@ -95,7 +95,7 @@ def test_torch_tells_the_guard_of_the_function_that_is_compiled_most(monkeypatch
     monkeypatch.setattr(torch_loop, "clock", SimpleNamespace(set_recompiled=lambda *words: told.append(words)))
     utils = SimpleNamespace(get_compilation_metrics=lambda: listed)
     monkeypatch.setitem(torch_loop.modules, "torch._dynamo.utils", utils)
-    assert torch_loop._note_recompilations(torch_loop.collections.Counter(), 0) == 5
+    assert torch_loop._note_recompilations(torch_loop.Counter(), 0) == 5
     assert told == [
         ("f (train.py:9)", "a guard failed: n == 0.5"),
         ("g (train.py:9)", "a guard failed: tensor 'x' size mismatch at index 0. expected 3, actual 4"),

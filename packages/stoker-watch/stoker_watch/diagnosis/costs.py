@@ -8,7 +8,7 @@ is not said here: the rules in `causes/` explain costs, `engine.py` makes findin
 
 import collections
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -58,9 +58,10 @@ _LOOP_KINDS = ("python", "gc", "other", "sync")
 
 def divide_time(run: RunRecords) -> list[Cost]:
     """All costs of a run, the largest first; those of a rank add up to its device-seconds."""
-    costs: list[Cost] = []
-    for rank in run.rank_phases:
-        costs += _divide_rank(run, rank)
+    groups = {role: _waited_groups(run, role) for role in ("worker", "thread")}
+    costs = [cost for rank in run.rank_phases for cost in _divide_rank(run, rank)]
+    costs = [part for cost in costs for part in _divide_steps(run, cost, groups["worker"])]
+    costs = [part for cost in costs for part in _divide_wait(run, cost, groups)]
     return sorted(costs, key=lambda cost: (-cost.seconds, cost.rank, cost.phase))
 
 
@@ -97,8 +98,7 @@ def _divide_rank(run: RunRecords, rank: int) -> list[Cost]:
         parts = sorted((group.whole for group in group_places(seen.get(name, ()))), key=lambda place: -place.seconds)
         if seconds > 0:
             costs.append(Cost(phase=name, seconds=seconds, steady_s=steady_s, rank=rank, parts=tuple(parts)))
-    costs = [part for cost in costs for part in _divide_steps(run, cost)]
-    return [part for cost in costs for part in _divide_wait(run, cost)]
+    return costs
 
 
 def _name_rest(
@@ -311,15 +311,16 @@ def is_named(place: PlaceTotal) -> bool:
 # Waits for others, and for cores
 
 
-def _divide_wait(run: RunRecords, cost: Cost) -> list[Cost]:
+def _divide_wait(run: RunRecords, cost: Cost, groups: Mapping[str, list[PlaceGroup]]) -> list[Cost]:
     """A wait for input, or of a line for threads and processes of the job, by what these did meanwhile: the largest
     place first, which costs as much of the wait as one of them spends there, since it would deliver so much sooner
-    without it; what is left of the wait is the next ones', and what blocks counts after what works."""
+    without it; what is left of the wait is the next ones', and what blocks counts after what works. groups: what
+    each role did."""
     by_role: list[list[tuple[str, PlaceGroup]]] = []
     if cost.phase == "input_wait" and cost.place is None:
-        by_role = [[(role, group) for group in _waited_groups(run, role)] for role in ("worker", "thread")]
+        by_role = [[(role, group) for group in groups[role]] for role in ("worker", "thread")]
     elif cost.place is not None and cost.place.kind == "idle" and CALLS["awaits"].search(cost.place.call):
-        by_role = [[(role, group) for role in ("thread", "worker") for group in _waited_groups(run, role)]]
+        by_role = [[(role, group) for role in ("thread", "worker") for group in groups[role]]]
     divided: list[Cost] = []
     left_s = cost.steady_s
     for role, group in sorted(next(filter(None, by_role), []), key=_suspicion):
@@ -347,11 +348,12 @@ def _part_of_process(run: RunRecords, group: PlaceGroup, role: str) -> float:
     return group.whole.seconds / sampled_s if sampled_s > 0 else 0.0
 
 
-def _divide_steps(run: RunRecords, cost: Cost) -> list[Cost]:
+def _divide_steps(run: RunRecords, cost: Cost, groups: Sequence[PlaceGroup]) -> list[Cost]:
     """Steps on a CPU that loader workers slow, whose threads want the same cores: the part by which they do is a cost
-    of what the workers do, apart from the steps."""
+    of what the workers do, in `groups`, apart from the steps."""
     taken = taken_by_children(run) if cost.phase == "compute" and cost.steady_s > 0 else 0.0
-    groups = _waited_groups(run, "worker") if taken else []
+    if not taken:
+        return [cost]
     worked_s = sum(group.whole.seconds for group in groups)
     divided: list[Cost] = []
     for group in groups:

@@ -27,6 +27,7 @@ _PREEMPTED_EXIT_CODE = 75
 """Exit code of stoker's own runs after a request to stop (errors.Preempted)."""
 _KILLED = re.compile(r"Killed process (\d{1,9})\b")
 """A line of the kernel's out-of-memory killer (mm/oom_kill.c: "Killed process %d (%s)")."""
+_KILL_COUNT = "memory.events: oom_kill"
 _MAX_QUOTED_CHARS = 500
 """Quoted characters of a line."""
 MAX_QUOTED_LINES = 3
@@ -60,9 +61,6 @@ def find_end_facts(end: Termination) -> dict[str, list[Evidence]]:
         "exit code of a request to stop": (end.exit_code == _PREEMPTED_EXIT_CODE, ()),
     }
     return {name: list(evidence) for name, (holds, evidence) in facts.items() if holds}
-
-
-_KILL_COUNT = "memory.events: oom_kill"
 
 
 def describe_end(end: Termination) -> list[Evidence]:

@@ -272,22 +272,23 @@ def working_threads(
     loads, works, blocks = _ThreadSamples("worker"), _ThreadSamples("thread"), _ThreadSamples("thread")
     for thread, samples in others.items():
         runnable = find_runnable(thread)
-        inside = [(_inside_loader(stack), count) for stack, count in samples]
-        of_loader = [(stack, count) for stack, count in inside if any(map(is_job_code, stack))]
-        own = [
-            (stack, count)
-            for (stack, count), (inner, _) in zip(samples, inside, strict=True)
-            if any(map(is_job_code, stack)) and not any(map(is_job_code, inner)) and not _waits_for_work(stack)
-        ]
-        # of one that has ended, only what a rule knows
-        active = [(stack, count) for stack, count in own if classify(stack, active=runnable is not None) != "idle"]
+        of_loader, active, idle = list[tuple[Stack, int]](), list[tuple[Stack, int]](), list[tuple[Stack, int]]()
+        for stack, count in samples:
+            inner = _inside_loader(stack)
+            if any(map(is_job_code, inner)):
+                of_loader.append((inner, count))
+            elif any(map(is_job_code, stack)) and not _waits_for_work(stack):
+                # of one that has ended, only what a rule knows
+                is_active = classify(stack, active=runnable is not None) != "idle"
+                (active if is_active else idle).append((stack, count))
         num_loads, num_active = (sum(count for _, count in of_kind) for of_kind in (of_loader, active))
         loads.add(of_loader, num_loads if runnable is None else min(runnable * total, num_loads))
         if runnable is None or runnable * total >= num_active / 2:
             works.add(active, num_active)
+        else:
+            idle = [*active, *idle]
         if runnable is not None:
-            is_busy = runnable * total >= num_active / 2
-            blocks.add([item for item in own if not is_busy or item not in active], 0.0)
+            blocks.add(idle, 0.0)
     return [(of_role.role, *of_role.filled(total)) for of_role in (loads, works, blocks) if of_role.samples]
 
 

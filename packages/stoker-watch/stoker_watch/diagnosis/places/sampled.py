@@ -57,7 +57,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """Time that was spent in one place, or in what no place has of a phase."""
 
     phase: str
-    """Of the ledger; of a place in a phase without a name, that which its samples belong to; TAKES_CORES."""
+    """Of the ledger; of a place in a phase without a name, that which its samples belong to; or TAKES_CORES."""
     seconds: float
     """Device-seconds, over the whole run."""
     steady_s: float
@@ -76,7 +76,6 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """All of it, with the line that calls it, if the place is only a part."""
     parts: tuple[PlaceTotal, ...] = ()
     """Places that it consists of, the largest first."""
-
     awaited_in: PlaceTotal | None = None
     """Where the training thread waited for it; None: for input, or not at all."""
 

@@ -5,7 +5,7 @@ the tables makes it silent, or the finding `unknown`. The texts are in `knowledg
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from stoker.preflight.catalog import describe
@@ -291,13 +291,21 @@ def _conda(image: Image) -> Iterator[Finding]:
             yield describe("conda_picks_cpu", package.place, text=package.text)
 
 
+def _onnxruntime(image: Image) -> Iterator[Finding]:
+    found = [package for name in LISTS["onnxruntime"] if (package := image.get(name))]
+    yield from _same_module(image, "two_onnxruntimes", found)
+
+
+def _same_module(image: Image, id: str, packages: Sequence[Package]) -> Iterator[Finding]:
+    """Packages that install the same module, so that the last one remains."""
+    if len(packages) > 1:
+        names = " and ".join(sorted(package.name for package in packages))
+        yield describe(id, max(packages, key=image.packages.index).place, names=names)
+
+
 def _opencv(image: Image) -> Iterator[Finding]:
     found = [package for name in LISTS["opencv"] if (package := image.get(name))]
-    runtimes = [package for name in LISTS["onnxruntime"] if (package := image.get(name))]
-    for id, packages in (("two_opencvs", found), ("two_onnxruntimes", runtimes)):
-        if len(packages) > 1:
-            names = " and ".join(sorted(package.name for package in packages))
-            yield describe(id, max(packages, key=image.packages.index).place, names=names)
+    yield from _same_module(image, "two_opencvs", found)
     gui = image.get(*LISTS["opencv_gui"])
     is_headless = any("headless" in package.name for package in found)
     lacks_gl = not (is_headless or image.has_gl) and re.search(PATTERNS["without_gl"], image.base)
@@ -356,6 +364,6 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
     _missing, _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _torchvision, _wheel_index, _numpy,
-    _protobuf, _keras, _extensions, _conda, _opencv, _unpinned, _variables, _drivers, _newer_than_tables,
+    _protobuf, _keras, _extensions, _conda, _opencv, _onnxruntime, _unpinned, _variables, _drivers, _newer_than_tables,
     _driver_minimum,
 )  # fmt: skip

@@ -52,9 +52,9 @@ def patch_monitoring(module: "Any") -> None:
                     repeated_s[name] = repeated_s.get(name, 0.0) + seconds
                     values[RECOMPILED_S] = max(values[RECOMPILED_S], repeated_s[name])
                     misses.ask()
-                if counts[name] > 1 and counts[name] == max(counts.values()):
-                    function = name[4:-1] if name.startswith("jit(") else name
-                    clock.set_recompiled(function, misses.why.get(function, ""))
+                    if counts[name] == max(counts.values()):
+                        function = name[4:-1] if name.startswith("jit(") else name
+                        clock.set_recompiled(function, misses.why.get(function, ""))
         except Exception as error:  # noqa: BLE001 (the job goes on without this clock)
             clock.disable("jax", error)
 
@@ -83,7 +83,7 @@ class _Misses(logging.Filter):
     def filter(self, record: "Any") -> bool:
         try:
             text = record.getMessage()
-            if not text.startswith(MISS):
+            if not self._left or not text.startswith(MISS):
                 return True
             self._keep(text)
         except Exception as error:  # noqa: BLE001 (the job goes on)

@@ -3,10 +3,9 @@
 One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
 """
 
-import collections
 import os
 from _thread import get_ident
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from sys import modules
 from time import monotonic
@@ -255,7 +254,7 @@ def patch_transformers(module: "Any") -> None:
 
 def patch_compilation(module: "Any") -> None:
     """torch._dynamo.callback."""
-    times: collections.Counter[str] = collections.Counter()
+    times: Counter[str] = Counter()
     known = 0
 
     def begin() -> "Any":
@@ -266,7 +265,7 @@ def patch_compilation(module: "Any") -> None:
     time_compilations(module.callback_handler, begin)
 
 
-def _note_recompilations(times: "collections.Counter[str]", known: int) -> int:
+def _note_recompilations(times: "Counter[str]", known: int) -> int:
     """Tells which function was compiled again most often, and which guard of torch.compile failed then. known: how many
     compilations have been looked at; returns how many there are."""
     try:
