@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -61,7 +62,7 @@ def assert_same_end(one: Path, two: Path) -> None:
     ]
     assert scores[0] == scores[1]
     ends = [[e for e in read_lines(run, EVENTS, Event) if e.kind == "finished"] for run in (one, two)]
-    assert ends[0][0].data == ends[1][0].data
+    assert ends[0][-1].data["metrics"] == ends[1][-1].data["metrics"]
 
 
 @pytest.mark.slow
@@ -160,6 +161,42 @@ def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
     assert "The run is finished, with other settings." in output
     assert "now it is" in output
     assert (undisturbed / EVENTS).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_extended(undisturbed: Path, tmp_path: Path):
+    """Its schedule begins again for what is added; a kill in it changes nothing; the first part stays as it was."""
+    whole, killed, longer = tmp_path / "whole", tmp_path / "killed", str(STEPS_IN_ALL + 30)
+    for run in (whole, killed):
+        shutil.copytree(undisturbed, run)
+    code, output = run_stoker("train", "--resume", "whole", "--steps", longer, cwd=tmp_path)
+    assert code == 0, output
+    assert f"extended from --steps {STEPS_IN_ALL} to --steps {longer}, from step {STEPS_IN_ALL} on" in output
+    windows = [window for window in read_lines(whole, STEPS, StepWindow) if window.window_steps]
+    before, after = ([w for w in windows if w.attempt == attempt] for attempt in (1, 2))
+    assert before == [window for window in read_lines(undisturbed, STEPS, StepWindow) if window.window_steps]
+    assert after[-1].step == STEPS_IN_ALL + 30
+    rates = [window.lr for window in after if window.lr is not None]
+    assert before[-1].lr < 0.2 * max(rates)  # it begins where a schedule ends, rises, and falls again
+    assert rates[0] < 0.2 * max(rates) and rates[-1] < 0.2 * max(rates)
+    aps = [event.step for event in read_lines(whole, EVENTS, Event) if event.kind == "evaluated"]
+    assert aps == sorted(set(aps)) and aps[-1] == STEPS_IN_ALL + 30
+
+    with stoker("train", "--resume", "killed", "--steps", longer, cwd=tmp_path) as process:
+        wait_for(process, killed, "saved")
+        process.kill()
+    code, output = run_stoker("train", "--resume", "killed", "--steps", longer, cwd=tmp_path)  # the same command again
+    assert code == 0, output
+    assert_same_end(whole, killed)
+
+    for flags, words in (
+        (["--steps", longer], "The run is finished: nothing is left to do."),
+        (["--epochs", "1"], "epochs"),
+        (["--steps", "200", "--batch-size", "2"], "--batch-size 2"),
+    ):
+        code, output = run_stoker("train", "--resume", "whole", *flags, cwd=tmp_path)
+        assert code == (0 if flags[-1] == longer else 2), output
+        assert words in output
 
 
 @pytest.mark.slow

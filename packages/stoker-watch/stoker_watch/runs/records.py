@@ -298,7 +298,9 @@ def fetch_run(uri: StorageUri, *, weights: bool = False) -> Path:
 
 
 def is_finished(run: Path) -> bool:
-    return any(event.kind == "finished" for event in read_lines(run, EVENTS, Event))
+    """Whether a run reached its length, and was not extended since."""
+    kinds = [event.kind for event in read_lines(run, EVENTS, Event) if event.kind in ("finished", "resumed")]
+    return kinds[-1:] == ["finished"]
 
 
 def last_attempt(run: Path) -> int:

@@ -13,8 +13,10 @@ import math
 import numbers
 import os
 import re
+import shlex
 import textwrap
 import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -518,12 +520,22 @@ def flag_words(name: str, value: Any) -> list[str]:
     argument itself."""
     if name == "data":
         return [str(value)]
-    if name == "max_duration" and (length := parse_duration(str(value))).unit != "minutes":
+    if name == "max_duration":
+        length = parse_duration(str(value))
+        if length.unit == "minutes":
+            return ["--max-time", str(value)]
         return [f"--{length.unit}", f"{length.value:g}" if length.unit == "epochs" else str(int(length.value))]
     if isinstance(value, bool):
         return [f"--{'' if value else 'no-'}{flag_of(name)}"]
     values = value if isinstance(value, tuple | list) else (value,)
     return [f"--{flag_of(name)}", *(f"{one:.12g}" if isinstance(one, float) else str(one) for one in values)]
+
+
+def format_flags(fields: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The settings `names` as they are typed, and which of them are not set."""
+    typed = shlex.join(word for name in names if name in fields for word in flag_words(name, fields[name]))
+    unset = ", ".join("DATA" if name == "data" else f"--{flag_of(name)}" for name in names if name not in fields)
+    return " ".join(filter(None, [typed, unset and f"without {unset}"]))
 
 
 def settings_table(config: Config, reasons: dict[str, str]) -> list[tuple[str, Any, str | None]]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from stoker.config.settings import Config
 from stoker.report.tensorboard import FOLDER as TENSORBOARD
 from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, is_complete, list_checkpoints
+from stoker.training.extension import extended_settings
 from stoker.training.run_selection import refuse_finished
 from stoker.training.state import EventLogger
 from stoker.training.stopper import StopRequest
@@ -344,9 +345,9 @@ class BucketRun:
                 uploader.report("warning", f"the last records did not reach {self.uri}: {failure}", storage=True)
         uploader.stop()
 
-    def synchronize(self, user_config: Config | None) -> None:
-        """Makes the working copy at least as new as the bucket. Raises as `refuse_finished` if the run was finished
-        elsewhere."""
+    def synchronize(self, refuse: Callable[[Path], object]) -> None:
+        """Makes the working copy at least as new as the bucket. refuse: raises an error if the run was finished
+        elsewhere, and is not to be extended."""
         store, local_dir = self._store, self.local_dir
         remote_files = list_keys(store, self.uri)
         checkpoints: dict[str, dict[str, str]] = {}
@@ -362,7 +363,7 @@ class BucketRun:
             newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
             to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
         else:
-            refuse_finished(fetch_run(self.uri), user_config, self.uri)
+            refuse(fetch_run(self.uri))
             if (local_dir / EVENTS).exists():
                 self.messages.append("another machine has continued this run: the working copy is replaced")
             _clear_working_copy(local_dir)
@@ -433,7 +434,8 @@ def join_bucket_run(
             if acquired is False:
                 raise UsageError("Another process is training this run.", location=uri)
             write_atomic(local_dir / URI_FILE, str(uri).encode())
-            run.synchronize(None if resume is not None else user_config)
+            refuse = refuse_finished if resume is None else extended_settings
+            run.synchronize(lambda fetched: refuse(fetched, user_config, uri))
             if is_finished(local_dir):
                 run.upload_remaining(note)
     if lease is None:

@@ -127,6 +127,9 @@ class Evaluator:
             self.best_ap, self.evaluated_step = -1.0, saved["evaluated_step"]
             return
         self.best_ap, self.evaluated_step = max(resumed.best_ap, saved["best_ap"]), saved["evaluated_step"]
+        if 0 < self._setup.extension.step == self._setup.state.step:  # evaluated after its last checkpoint
+            self.best_ap, self.evaluated_step = max(self.best_ap, self._written_ap), self._setup.state.step
+            return
         if resumed.is_after_rollback:  # patience counts again, and the evaluation that was pending has its metrics
             return
         self.evals_since_best = saved["evals_since_best"]

@@ -107,8 +107,8 @@ class Training:
                 run = setup.folder.path
                 raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
         log_measured_steps(setup, self.log_event)
-        step = self.state.step
-        setup.folder.event("finished", f"{step:,} steps", step=step, metrics=msgspec.to_builtins(metrics))
+        step, found = self.state.step, {"metrics": msgspec.to_builtins(metrics), "trained_s": self.state.trained_s}
+        setup.folder.event("finished", f"{step:,} steps", step=step, **found)
         return metrics
 
     def train_to_the_end(self) -> Metrics | None:

@@ -385,12 +385,12 @@ class Recorder:
         if self._board is not None:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
-            done = setup.progress
+            done, trained_s = setup.progress, setup.state.trained_s - setup.extension.trained_s
             self._context.screen.progress(
                 window,
-                fraction_done=min(1.0, done),
+                fraction_done=max(0.0, min(1.0, done)),
                 total_steps=setup.total_steps,
-                eta_s=setup.state.trained_s * (1 - done) / done if 0 < done < 1 else None,
+                eta_s=trained_s * (1 - done) / done if 0 < done < 1 else None,
                 memory=None if memory is None else (memory.peak, memory.total),
             )
             self._alerts.check(window, stats, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)

@@ -25,6 +25,7 @@ from stoker.hardware.device import Device
 from stoker.hardware.memory_errors import is_out_of_memory
 from stoker.training import checkpoint
 from stoker.training.checkpoint import LoadedCheckpoint, read_rollbacks
+from stoker.training.extension import extended_rate
 from stoker.training.optim import OptimizerStep
 from stoker.training.state import EventLogger, TrainSetup, read_sizes
 from stoker_watch.errors import CheckpointError, DivergedError
@@ -193,8 +194,10 @@ class Recovery:
         return self._setup.config.optim.lr / ROLLBACK_LR_DIVISOR**self.rollback_count
 
     def lr(self) -> float:
-        setup = self._setup
-        return lr_at(setup.config.optim, setup.state.step, setup.progress) / ROLLBACK_LR_DIVISOR**self.rollback_count
+        """The rate of the next step."""
+        setup, progress = self._setup, max(0.0, self._setup.progress)
+        rate = lr_at(setup.config.optim, setup.state.step, progress) / ROLLBACK_LR_DIVISOR**self.rollback_count
+        return extended_rate(rate, progress) if setup.extension.step else rate
 
     def state(self) -> dict[str, Any]:
         return {"rollbacks": self.rollback_count}

@@ -112,7 +112,14 @@ class _OpenRun:
         self.folder = open_folder(
             ranks,
             lambda: run_selection.open_run_folder(
-                config, reasons, path, self.options.run_dir, self.stack, self.messages, ranks.world_size
+                config,
+                reasons,
+                path,
+                self.options.run_dir,
+                self.stack,
+                self.messages,
+                ranks.world_size,
+                self.resolved.extension,
             ),
         )
         self.stacks.write_to(self.folder)

@@ -6,15 +6,16 @@ of the folder are in `stoker_watch/runs/records.py`; what is built from its sett
 
 import contextlib
 import json
-import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, from_toml, to_toml
+from stoker.config.settings import PER_ATTEMPT, Config, flag_of, format_flags, from_toml, to_toml
 from stoker.data.formats.finder import data_file_suffixes, root_of_files
+from stoker.training.extension import extended_settings, make_run_finished
+from stoker.training.state import Extension
 from stoker.training.supervisor import read_restart
 from stoker_watch.errors import ConfigError, RunFinished, StokerError, StorageError, UsageError, make_error, writing
 from stoker_watch.recording.telemetry.environment import describe
@@ -36,18 +37,15 @@ def choose_run(
     RunFinished if the named run is finished, UsageError if it has other settings or is trained by another process."""
     if resume is not None:
         path = records.open_run(resume)
-        if user_config.set_fields().keys() - PER_ATTEMPT or name is not None:
-            given = sorted(user_config.set_fields().keys() - PER_ATTEMPT)
-            told = ["DATA" if field == "data" else f"--{flag_of(field)}" for field in given]
-            flags = ", ".join(f"--{flag_of(field)}" for field in sorted(PER_ATTEMPT))
+        if name is not None:
             raise UsageError(
-                "--resume takes its settings from the run.",
-                cause=f"given as well: {', '.join([*told, *(['--run-dir'] if name is not None else [])])}",
-                fix=f"stoker train --resume {resume}, which may have {flags}; or start a new run from its weights: "
-                f"--weights {resume}",
+                "--resume names the run.",
+                cause=f"given as well: --run-dir {name}",
+                fix=f"stoker train --resume {resume}",
             )
-        refuse_finished(path, None, display_path(path))
-        started = _read_user_config(path).replace(**user_config.of_attempt())
+        refuse_others_run(path, display_path(path))
+        changes = extended_settings(path, user_config, display_path(path))
+        started = _read_user_config(path).replace(**user_config.of_attempt(), **changes)
         return path, started, _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
@@ -104,23 +102,27 @@ def refuse_other_settings(path: Path, user_config: Config, command: str) -> None
         raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
 
 
-def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
+def refuse_finished(path: Path, user_config: Config, location: object) -> None:
     """Raises RunFinished if the run `path` is finished, UsageError if it is and had other settings. user_config: what
-    the user set, with absolute paths; None: --resume. location: what the error names."""
+    the user set, with absolute paths. location: what the error names."""
     other_folder = "another --run-dir, or none: that makes a new folder"
+    refuse_others_run(path, location, other_folder)
+    if not is_finished(path):
+        return
+    difference = _difference(path, user_config)
+    if difference is not None:
+        what = "The run is finished, with other settings."
+        fix = f"`stoker train --resume {location}` with a longer length trains it further; or {other_folder}"
+        raise UsageError(what, location=location, cause=difference, fix=fix)
+    raise make_run_finished(location)
+
+
+def refuse_others_run(path: Path, location: object, fix: str = "start the job's own command again") -> None:
+    """Raises UsageError if the run `path` was not trained by stoker."""
     if (path / EVENTS).exists() and not (path / CONFIG).exists():
-        fix = "start the job's own command again" if user_config is None else other_folder
         raise UsageError(
             "This run is of another program, which stoker watched or measured.", location=location, fix=fix
         )
-    if not is_finished(path):
-        return
-    difference = None if user_config is None else _difference(path, user_config)
-    if difference is not None:
-        what = "The run is finished, with other settings."
-        raise UsageError(what, location=location, cause=difference, fix=other_folder)
-    fix = f"`stoker why {location}` shows it; to train again, another --run-dir"
-    raise RunFinished("The run is finished: nothing is left to do.", location=location, fix=fix)
 
 
 def find_finished(user_config: Config, name: str | None, resume: str | None) -> RunFinished | None:
@@ -134,7 +136,10 @@ def find_finished(user_config: Config, name: str | None, resume: str | None) -> 
     try:
         uri = to_run_uri(location)
         path = Path(expand_variables(location)) if uri is None else fetch_files(uri, (CONFIG,))
-        refuse_finished(path, None if resume is not None else with_absolute_paths(user_config), uri or path)
+        if resume is not None:
+            extended_settings(path, user_config, uri or path)
+        else:
+            refuse_finished(path, with_absolute_paths(user_config), uri or path)
     except RunFinished as error:
         return error
     except StokerError:
@@ -148,7 +153,7 @@ def _difference(path: Path, user_config: Config) -> str | None:
     names = [name for name in _changed(started, now) if name not in PER_ATTEMPT]
     if not names:
         return None
-    return f"it was started with {_format_flags(started, names)}; now it is {_format_flags(now, names)}"
+    return f"it was started with {format_flags(started, names)}; now it is {format_flags(now, names)}"
 
 
 def _changed(started: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -194,9 +199,11 @@ def open_run_folder(
     stack: contextlib.ExitStack,
     messages: list[str],
     num_ranks: int = 1,
+    extension: Extension | None = None,
 ) -> RunFolder:
     """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given. Appends to
-    `messages`. num_ranks: processes that train together. Raises StorageError if it cannot be written."""
+    `messages`. num_ranks: processes that train together; extension: begun by this attempt, with `config`'s length.
+    Raises StorageError if it cannot be written."""
     restart = read_restart()
     try:
         if path is None:
@@ -206,6 +213,8 @@ def open_run_folder(
                 path = Path(expand_variables(name))
                 path.mkdir(parents=True, exist_ok=True)
             messages += _lock_run(path, stack)
+            write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
+        if extension is not None:  # before its event: a kill between both leaves a run that is still finished
             write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
         folder = RunFolder(path, records.last_attempt(path) + 1)
         stack.callback(folder.close)
@@ -218,6 +227,10 @@ def open_run_folder(
         if changed:
             text = f"{text}, with {' '.join(f'--{flag_of(name)} {value}' for name, value in sorted(changed.items()))}"
             data["settings"] = changed
+        if extension is not None:
+            text = f"{text}, extended from step {extension.step:,} on"
+            messages.append(extension.describe(config))
+            data["extended"] = msgspec.to_builtins(extension)
         if restart is not None:
             text = f"{text}, restart {restart.number} of {restart.limit} after {restart.reason}"
             data |= {"restart": msgspec.to_builtins(restart)}
@@ -275,13 +288,6 @@ def _to_absolute(text: str) -> str:
     if is_uri(text):
         return str(parse_uri(text))
     return str(Path(text).absolute()) if Path(text).exists() else text
-
-
-def _format_flags(fields: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The settings `names` as they are typed, and which of them are not set."""
-    typed = shlex.join(word for name in names if name in fields for word in flag_words(name, fields[name]))
-    unset = ", ".join("DATA" if name == "data" else f"--{flag_of(name)}" for name in names if name not in fields)
-    return " ".join(filter(None, [typed, unset and f"without {unset}"]))
 
 
 def _dataset_name(config: Config) -> str:

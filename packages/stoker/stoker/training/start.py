@@ -40,16 +40,17 @@ from stoker.training.defaults.checks import check_devices, warn_few_queries, war
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
+from stoker.training.extension import EXTENDABLE, plan_extension
 from stoker.training.loss_sums import LossAccumulator
 from stoker.training.optim import ModelDivision, OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.state import EventLogger, TrainSetup, read_initial_ranks
+from stoker.training.state import NOT_EXTENDED, EventLogger, Extension, TrainSetup, read_extension, read_initial_ranks
 from stoker_watch.diagnosis.causes.learning import ANCHORS_MISS_BOXES
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import CheckpointError
 from stoker_watch.hardware import calibration
 from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
+from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder, is_finished
 from stoker_watch.runs.schemas import Quarantined
 
 COVERED_IOU = 0.5
@@ -69,6 +70,8 @@ class ResolvedRun:
     device: Device
     index: Index
     ranks: Ranks
+    extension: Extension | None = None
+    """Of a finished run, that this attempt begins."""
 
 
 def resolve_run(
@@ -100,12 +103,17 @@ def resolve_run(
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)
         config, reasons = config.replace(sync=method), reasons | {"sync": reason}
-    return ResolvedRun(config, reasons, device, index, ranks)
+    extension = ranks.share(
+        lambda: None if path is None else plan_extension(path, config, len(index.image_indices("train")))
+    )
+    return ResolvedRun(config, reasons, device, index, ranks, extension)
 
 
 def _read_run_config(path: Path, user_config: Config) -> tuple[Config, dict[str, str]]:
     """The settings of a run and the reasons of those that were derived, with what the user gives for this attempt."""
     changed = user_config.of_attempt()
+    if is_finished(path):
+        changed |= {name: value for name, value in user_config.set_fields().items() if name in EXTENDABLE}
     config, reasons = from_toml(path / CONFIG)
     config = config.replace(**changed)
     if missing := models.unset_fields(config):
@@ -187,6 +195,7 @@ def build(
         quarantine=_make_quarantine_reporter(folder, log_event),
         accept_changed_data=accept_changed_data,
         initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
+        extension=ranks.share(lambda: read_extension(folder.path)),
     )
     return setup, loaded
 
@@ -203,6 +212,7 @@ def make_setup(
     sharding: ModelDivision | None = None,
     accept_changed_data: bool = False,
     initial_ranks: int = 1,
+    extension: Extension = NOT_EXTENDED,
     image_indices: NDArray[np.int64] | None = None,
 ) -> TrainSetup:
     """Makes what steps need of a model with its first weights. image_indices: see `make_training_loader`."""
@@ -240,6 +250,7 @@ def make_setup(
         max_boxes=max_boxes,
         ranks=resolved.ranks,
         initial_ranks=initial_ranks,
+        extension=extension,
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import Config
+from stoker.config.settings import Config, flag_words
 from stoker.data.index import Index
 from stoker.data.loading.loader import Loader, QuarantinedImage
 from stoker.data.loading.processes import WorkerProcesses
@@ -79,6 +80,39 @@ class TrainState:
             self.diverged_step = signals.diverged_step
 
 
+class Extension(msgspec.Struct, frozen=True):
+    """What was trained before a run was extended. step: its last one; trained_s: wall seconds of its steps; before,
+    after: the lengths of training. The default is of a run that was not extended."""
+
+    step: int = 0
+    trained_s: float = 0.0
+    before: str = ""
+    after: str = ""
+
+    def describe(self, config: Config) -> str:
+        """What happens, and why the learning rate does not stay where it was."""
+        optim = config.optim
+        before, after = (" ".join(flag_words("max_duration", length)) for length in (self.before, self.after))
+        return (
+            f"extended from {before} to {after}, from step {self.step:,} on: weights, optimizer and EMA "
+            f"continue; the learning rate rises to {optim.lr:.3g} again and follows its schedule "
+            f"({optim.lr_scheduler}) over what is added, as further steps at the rate at which a schedule ends change "
+            "next to nothing"
+        )
+
+
+NOT_EXTENDED = Extension()
+
+
+def read_extension(run: Path) -> Extension:
+    """The newest extension of a run."""
+    newest = NOT_EXTENDED
+    for event in read_lines(run, EVENTS, Event):
+        if "extended" in event.data:
+            newest = msgspec.convert(event.data["extended"], Extension)
+    return newest
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainSetup:
     """What is fixed while a run trains: settings, data, and the objects that the loop works with."""
@@ -111,15 +145,19 @@ class TrainSetup:
     """M, padded boxes per image."""
     state: TrainState = dataclasses.field(default_factory=TrainState)
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    extension: Extension = NOT_EXTENDED
+    """What was trained before a finished run was extended."""
     initial_ranks: int = 1
     """Ranks with which the run was started: `grad_accum_steps` is for their parts of a batch."""
 
     @property
     def progress(self) -> float:
-        """Fraction of the length that is done, 0 … 1."""
+        """Fraction of the length that is done, 0 … 1; of a run that was extended, of what was added (below 0 after a
+        rollback to what was trained before)."""
+        before = self.extension
         if self.total_steps is not None:
-            return self.state.step / self.total_steps
-        return self.state.trained_s / self._max_s
+            return (self.state.step - before.step) / (self.total_steps - before.step)
+        return (self.state.trained_s - before.trained_s) / (self._max_s - before.trained_s)
 
     @functools.cached_property
     def _max_s(self) -> float:
