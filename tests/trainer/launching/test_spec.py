@@ -209,7 +209,7 @@ def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
     (("local", "demo", "--config", "nowhere.toml"), "The configuration file does not exist"),
     (("local", "demo", "--run-dir", "https://b/r"), "A run cannot be written there"),
     (("local", "--device", "cpu", "demo"), "DATA comes before the settings, and 'demo' is behind one"),
-    (("local", "--resume", "run", "--steps", "500"), "--resume takes its settings from the run"),
+    (("local", "--resume", "run", "--batch-size", "4"), "--resume takes its settings from the run"),
     (("local", "--resume", "nowhere", "--workers", "2"), "nowhere"),
 ])  # fmt: skip
 def test_the_command_line_refuses(words: tuple[str, ...], named: str, stoker: Command) -> None:

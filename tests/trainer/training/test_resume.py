@@ -178,9 +178,11 @@ def test_a_finished_run_is_extended(undisturbed: Path, tmp_path: Path):
     assert after[-1].step == STEPS_IN_ALL + 30
     rates = [window.lr for window in after if window.lr is not None]
     assert before[-1].lr < 0.2 * max(rates)  # it begins where a schedule ends, rises, and falls again
-    assert rates[0] < 0.2 * max(rates) and rates[-1] < 0.2 * max(rates)
+    assert rates[0] < 0.2 * max(rates)
+    assert rates[-1] < 0.2 * max(rates)
     aps = [event.step for event in read_lines(whole, EVENTS, Event) if event.kind == "evaluated"]
-    assert aps == sorted(set(aps)) and aps[-1] == STEPS_IN_ALL + 30
+    assert aps == sorted(set(aps))
+    assert aps[-1] == STEPS_IN_ALL + 30
 
     with stoker("train", "--resume", "killed", "--steps", longer, cwd=tmp_path) as process:
         wait_for(process, killed, "saved")

@@ -61,6 +61,10 @@ def launch(
     chosen = config.set_fields()
     if request.resume is not None:
         refuse_settings_of_run(request.resume, chosen, settings)
+        if place.reach != "containers" and is_started(request.resume):
+            from stoker.training.extension import extended_settings
+
+            extended_settings(Path(request.resume), config, request.resume)
     batch = {name: chosen[name] for name in SETTINGS if name in chosen}
     on_cpu = chosen.get("device") == "cpu"
     spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu, batch=batch)

@@ -220,6 +220,8 @@ Section = DataSettings | ModelSettings | OptimSettings | RunSettings
 
 PER_ATTEMPT = frozenset({"workers", "worker_processes", "checkpoint_every"})
 """Settings that change neither weights nor scores: each attempt of a run may have others."""
+EXTENDABLE = frozenset({"max_duration", "lr"})
+"""Settings that change when a finished run is trained further."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.config.settings import PER_ATTEMPT, flag_of
+from stoker.config.settings import EXTENDABLE, PER_ATTEMPT, flag_of
 from stoker.knowledge import read_toml
 from stoker.launching.elastic import read_batch
 from stoker.launching.spec import LOG, PLACES, LaunchPlace, LaunchRequest, LaunchSpec, Mount, PlaceOptions, open_place
@@ -65,7 +65,7 @@ def make_spec(
     if request.restarts < 0:
         raise UsageError(f"--restarts {request.restarts} is not a number of restarts.", choices=["0 and above"])
     data = None if data is None else _locate(data, place)
-    run_dir = _run_dir(request, data)
+    run_dir = _run_dir(request, data, extends=request.resume is not None and bool(settings))
     if request.resume is not None and place.reach != "containers" and not is_uri(run_dir):
         open_run(run_dir)
     min_nodes, max_nodes = parse_nodes(request.nodes)
@@ -121,9 +121,10 @@ def _size_of_node(
 def refuse_settings_of_run(run: str, chosen: Iterable[str], settings: tuple[str, ...]) -> None:
     """A run that is resumed keeps its settings. chosen: what the user set, by name; settings: as typed. Raises
     UsageError."""
-    if not PER_ATTEMPT.issuperset(chosen):
+    if not (PER_ATTEMPT | EXTENDABLE).issuperset(chosen):
         flags = ", ".join(_flag(name) for name in sorted(PER_ATTEMPT))
-        fix = f"leave out flags other than {flags}; or start a new run from its weights: --weights {run}"
+        fix = f"leave out flags other than {flags}, and a longer length for a finished run; or start a new run from "
+        fix += f"its weights: --weights {run}"
         cause = f"this would change them: {shlex.join(settings)}" if settings else "DATA would be another setting"
         raise UsageError("--resume takes its settings from the run.", cause=cause, fix=fix)
 
@@ -156,7 +157,7 @@ def _locate(data: str, place: LaunchPlace) -> str:
     return str(Path(data).absolute())
 
 
-def _run_dir(request: LaunchRequest, data: str | None) -> str:
+def _run_dir(request: LaunchRequest, data: str | None, *, extends: bool) -> str:
     if request.resume is not None and request.run_dir is not None:
         raise UsageError("--resume names the run already.", fix="leave out --run-dir")
     text = request.resume or request.run_dir
@@ -172,8 +173,8 @@ def _run_dir(request: LaunchRequest, data: str | None) -> str:
             raise ConfigError("A run cannot be written there.", location=uri, choices=choices)
         return str(uri)
     path = Path(text).absolute()
-    if is_finished(path):
-        fix = "another --run-dir, or none: that makes a new folder"
+    if is_finished(path) and not extends:
+        fix = "--resume with a longer length trains it further; or another --run-dir, or none: that makes a new folder"
         raise UsageError("The run is finished.", location=path, fix=fix)
     return str(path)
 

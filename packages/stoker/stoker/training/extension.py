@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from stoker.config.settings import PER_ATTEMPT, Config, flag_of, flag_words, format_flags, from_toml
+from stoker.config.settings import EXTENDABLE, PER_ATTEMPT, Config, flag_of, flag_words, format_flags, from_toml
 from stoker.training.defaults.derive import total_steps
 from stoker.training.state import Extension
 from stoker_watch.durations import parse_duration
@@ -20,8 +20,6 @@ from stoker_watch.runs.records import CONFIG, EVENTS, is_finished, read_lines
 from stoker_watch.runs.schemas import Event
 from stoker_watch.storage.uri import display_path
 
-EXTENDABLE = frozenset({"max_duration", "lr"})
-"""Settings that an extension may change."""
 REWARMING = 0.05
 """Fraction of what is added in which the rate rises from its end to its peak: as long as the usual warm-up of a run
 (Ibrahim et al. 2024, arXiv 2403.08763, find that its length hardly matters)."""

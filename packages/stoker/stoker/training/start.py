@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import Config, check_config, from_toml
+from stoker.config.settings import EXTENDABLE, Config, check_config, from_toml
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, refuse
@@ -40,7 +40,7 @@ from stoker.training.defaults.checks import check_devices, warn_few_queries, war
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
-from stoker.training.extension import EXTENDABLE, plan_extension
+from stoker.training.extension import plan_extension
 from stoker.training.loss_sums import LossAccumulator
 from stoker.training.optim import ModelDivision, OptimizerStep
 from stoker.training.ranks import Ranks
