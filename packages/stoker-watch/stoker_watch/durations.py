@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from stoker_watch.errors import ConfigError
 
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|steps?)?\s*$")
-_SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(?:s|sec|seconds?)\s*$")
-_VALID = ("12ep (epochs)", "5000 (steps)", "30min", "2h")
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ep|epochs?|min|minutes?|h|hours?|s|sec|seconds?|steps?)?\s*$")
+_VALID = ("12ep (epochs)", "5000 (steps)", "90s", "30min", "2h")
 Unit = Literal["steps", "epochs", "minutes"]
-_UNITS: dict[str, tuple[Unit, int]] = {"s": ("steps", 1), "e": ("epochs", 1), "m": ("minutes", 1), "h": ("minutes", 60)}
+_UNITS: dict[str, tuple[Unit, float]] = {
+    "st": ("steps", 1), "s": ("minutes", 1 / 60), "e": ("epochs", 1), "m": ("minutes", 1), "h": ("minutes", 60)
+}  # fmt: skip
+"""The first letters of a unit → what it is, and how many of those."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +27,12 @@ class Duration:
 
 
 def parse_duration(text: str, flag: str = "max-duration") -> Duration:
-    """`12ep` → epochs, `5000` or `5000steps` → steps, `30min`, `2h` → minutes. Raises ConfigError."""
+    """`12ep` → epochs, `5000` or `5000steps` → steps, `90s`, `30min`, `2h` → minutes. Raises ConfigError."""
     match = _DURATION.match(text)
     if match is None:
         raise ConfigError(f"--{flag} {text!r} is not a length of training.", choices=_VALID)
     value, written = float(match[1]), match[2] or "steps"
-    if written == "s":
-        raise ConfigError(f"--{flag} {text!r} could mean steps or seconds.", choices=_VALID)
-    unit, factor = _UNITS[written[0]]
+    unit, factor = next(found for letters, found in _UNITS.items() if written.startswith(letters))
     if unit == "steps" and value != int(value):
         raise ConfigError(f"--{flag} {text!r}: the number of steps must be whole.", choices=_VALID)
     return Duration(value * factor, unit)
@@ -52,9 +52,7 @@ def join_length(fields: dict[str, Any]) -> dict[str, Any]:
     name, value = given[0], fields[given[0]]
     if name == "max_time":
         text = f"{value}min" if isinstance(value, int | float) else str(value)
-        if (seconds := _SECONDS.match(text)) is not None:
-            text = f"{float(seconds[1]) / 60:g}min"
-        if parse_duration(text, "max-time").unit != "minutes":
+        if text.strip().replace(".", "", 1).isdigit() or parse_duration(text, "max-time").unit != "minutes":
             raise ConfigError(f"--max-time {value!r} is not a time.", choices=("90s", "30min", "2h"))
     else:
         number = f"{value:g}" if type(value) in (int, float) else str(value)

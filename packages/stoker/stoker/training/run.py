@@ -131,7 +131,9 @@ class _OpenRun:
 
     def _choose(self, user_config: Config) -> tuple[Path | None, Config, list[str]]:
         """Chooses the run, in rank 0. A run in a bucket is its working copy from here on."""
-        config, options = run_selection.with_absolute_paths(user_config), self.options
+        config = run_selection.with_absolute_paths(user_config)
+        config, resume, messages = run_selection.find_meant_run(config, self.options.resume)
+        self.options = options = msgspec.structs.replace(self.options, resume=resume)
         self.remote = bucket_run.join_bucket_run(
             options.run_dir, options.resume, config,
             stop_request=self.stop_request, stack=self.stack, note=self.screen.note,
@@ -140,7 +142,8 @@ class _OpenRun:
             local = str(self.remote.local_dir)
             places = {"run_dir": local} if options.resume is None else {"run_dir": None, "resume": local}
             self.options = options = msgspec.structs.replace(options, **places)
-        return run_selection.choose_run(config, options.run_dir, options.resume, self.stack)
+        path, config, more = run_selection.choose_run(config, options.run_dir, options.resume, self.stack)
+        return path, config, messages + more
 
     def train(self, started_s: float, on_hang: Callable[[int], object] | None) -> Result:
         """Trains, and records the end."""
@@ -229,10 +232,11 @@ def print_plan(
     before its first step."""
     with contextlib.ExitStack() as stack, Screen() as screen:  # the stack holds the lock of a run to be continued
         user_config = run_selection.with_absolute_paths(user_config)
+        user_config, resume, messages = run_selection.find_meant_run(user_config, resume)
         path: Path | None = None
-        messages: list[str] = []
         if not is_uri(run_dir or resume or ""):
-            path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
+            path, user_config, more = run_selection.choose_run(user_config, run_dir, resume, stack)
+            messages += more
         resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices), fetch=None)
         url = get_architecture(resolved.config.model.model).urls.get(resolved.config.model.weights)
         if url is not None and find_weights(url) is None:

@@ -29,6 +29,26 @@ RUNS_DIR = Path("runs")
 NO_LOCKS_NOTE = "this storage has no locks: a second process could train the same run"
 
 
+def find_meant_run(user_config: Config, resume: str | None) -> tuple[Config, str | None, list[str]]:
+    """(the settings, the run to continue, messages): a run as DATA, or without DATA a model within a run, as peers
+    continue one, is `--resume RUN`."""
+    fields = user_config.set_fields()
+    data = fields.get("data")
+    if resume is None and data is not None and _is_own_run(Path(data)):
+        return user_config.replace(data=None), data, [f"{data} is a run: it is continued, as with --resume {data}"]
+    model = fields.get("model") if data is None else None
+    if resume is None and model is not None:
+        for folder in (Path(model), *Path(model).parents):
+            if _is_own_run(folder):
+                text = f"--model {model} is in a run, which is continued, as with --resume {folder}"
+                return user_config.replace(model=None), str(folder), [text]
+    return user_config, resume, []
+
+
+def _is_own_run(folder: Path) -> bool:
+    return (folder / EVENTS).exists() and (folder / CONFIG).exists()
+
+
 def choose_run(
     user_config: Config, name: str | None, resume: str | None, stack: contextlib.ExitStack
 ) -> tuple[Path | None, Config, list[str]]:
