@@ -40,12 +40,28 @@ def watched(command: list[str], folder: Path, **options: object) -> "subprocess.
     return subprocess.run([*WATCH, *command], cwd=folder, capture_output=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
 
 
+FIRST = b"stoker watch: recording into run\n"
+
+
+def jobs_own(output: bytes) -> bytes:
+    """What the job wrote: without the lines of stoker, the first and that of the end."""
+    lines = output.removeprefix(FIRST).splitlines(keepends=True)
+    ours = [line for line in lines if line.startswith(b"stoker watch: ")]
+    assert len(ours) == 1
+    assert ours[0].endswith(b"; `stoker why run`\n")
+    return b"".join(line for line in lines if line not in ours)
+
+
 def started(command: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+    """A job that runs; the first line, which is stoker's, has been read."""
     both = subprocess.STDOUT  # the same pipe for both: one relay
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*WATCH, *command], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=both,
         preexec_fn=reset_signals,
     )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == FIRST
+    return process
 
 
 def reset_signals() -> None:
@@ -77,7 +93,7 @@ def is_held(run: Path) -> bool:
 )
 def test_it_ends_as_the_job_ends(end: str, code: int, kind: str, data: dict[str, int], tmp_path: Path) -> None:
     done = watched(["sh", "-c", f"echo out; echo err >&2; {end}"], tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (code, b"out\n", b"err\n")
+    assert (done.returncode, done.stdout, jobs_own(done.stderr)) == (code, b"out\n", b"err\n")
     event = last_event(tmp_path)
     assert event.kind == kind
     assert {name: value for name, value in event.data.items() if name != "oom_kills"} == data
@@ -119,7 +135,8 @@ def test_megabytes_arrive_unchanged_and_in_order(tmp_path: Path) -> None:
 
     part = random.Random(1).randbytes(2**20)
     assert hashlib.sha256(done.stdout).digest() == hashlib.sha256(2 * part).digest()
-    assert hashlib.sha256(done.stderr).digest() == hashlib.sha256(2 * part).digest()
+    stderr = done.stderr.removeprefix(FIRST).rpartition(b"stoker watch: done")[0]
+    assert hashlib.sha256(stderr).digest() == hashlib.sha256(2 * part).digest()
     assert (tmp_path / "run" / OUTPUT).stat().st_size == 4 * 2**20
 
 
@@ -128,7 +145,7 @@ def test_arguments_stdin_directory_and_process_group_are_unchanged(tmp_path: Pat
     words = ["--help", "--run", "x", "--", "-a"]
     with started([*PYTHON, code, *words], tmp_path) as process:
         out, _ = process.communicate(b"typed", timeout=60)
-    assert out.decode().split() == f"{words} typed {tmp_path} {os.getpgrp()} {os.getsid(0)}".split()
+    assert jobs_own(out).decode().split() == f"{words} typed {tmp_path} {os.getpgrp()} {os.getsid(0)}".split()
 
 
 def test_a_closed_reader_is_a_broken_pipe_for_the_job(tmp_path: Path) -> None:
@@ -203,7 +220,7 @@ def test_the_job_continues_with_its_whole_output(killed: list[str], tmp_path: Pa
     assert not has_ended(children["job"][0])
     assert is_held(tmp_path / "run")
     process.stdin.close()
-    assert process.stdout.read() == b"end\n"
+    assert process.stdout.read().partition(b"stoker watch: ")[0] == b"end\n"
     code = process.wait(60)
     output = b"begin\n" + b"".join(b"got %d\n" % n for n in range(len(killed))) + b"end\n"
     assert (tmp_path / "run" / OUTPUT).read_bytes() == output
@@ -391,7 +408,7 @@ def test_one_stream_for_stdout_and_stderr_keeps_the_order(tmp_path: Path) -> Non
     code = "import os\nfor n in range(200): os.write(1 + n % 2, b'%d\\n' % n)"
     with started([*PYTHON, code], tmp_path) as process:
         out, _ = process.communicate(timeout=60)
-    assert out.split() == [b"%d" % n for n in range(200)]
+    assert jobs_own(out).split() == [b"%d" % n for n in range(200)]
 
 
 @pytest.mark.slow
@@ -406,5 +423,5 @@ def test_a_process_that_outlives_the_job_is_not_waited_for(tmp_path: Path) -> No
     assert process.wait(60) == 4
     assert is_held(tmp_path / "run") is False
     process.stdin.close()
-    assert process.stdout.read() == b"early\nlate\n"
+    assert jobs_own(process.stdout.read()) == b"early\nlate\n"
     process.stdout.close()

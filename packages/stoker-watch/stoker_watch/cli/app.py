@@ -6,23 +6,20 @@ An error of the exception tree becomes a message and its exit code; any other ex
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from stoker_watch.cli import PARAMETER, trainer
 from stoker_watch.cli.runs import compare, report, watch, why
-from stoker_watch.errors import Preempted, StokerError, system_limit
+from stoker_watch.errors import Preempted, StokerError, UsageError, system_limit
 from stoker_watch.printable import print_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 END_TIMEOUT_S = 60.0
 """The longest that Python's own end may take, after a command has done everything."""
@@ -92,17 +89,6 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
         print_text(line, file=sys.stderr)
 
 
-def _error_console(arguments: list[str]) -> "Console | None":
-    """A console that cleans the arguments that the parser's messages quote; None: they need no cleaning."""
-    if "".join(arguments).isprintable():
-        return None
-    import shutil
-
-    from stoker_watch.report.console import make_console, supports_cursor
-
-    return make_console(sys.stderr, terminal=supports_cursor(sys.stderr), width=shutil.get_terminal_size().columns)
-
-
 def _run(arguments: list[str]) -> int:
     try:
         if trainer.IS_INSTALLED:
@@ -112,17 +98,28 @@ def _run(arguments: list[str]) -> int:
             arguments = prepared
         elif arguments and arguments[0] in trainer.COMMANDS:
             trainer.require(f"`stoker {arguments[0]}`")
-        app(arguments, error_console=_error_console(arguments))
+        app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        words = " ".join(["stoker", *error.command_chain]) if error.command_chain else "stoker"
+        text = " ".join(str(error).split())
+        if isinstance(error, UnusedCliTokensError):
+            text = f"Too many arguments: {shlex.join(error.unused_tokens or ())}."
+        return _print_error(UsageError(text, fix=f"`{words} --help` lists what it takes"))
     except (StokerError, OSError, RuntimeError) as error:
         shown = system_limit(error) or error
         if not isinstance(shown, StokerError):
             raise
-        with contextlib.suppress(OSError):  # stderr is closed or full; schedulers decide by the exit code
-            print(f"stoker: {shown}", file=sys.stderr)
-        return shown.exit_code
+        return _print_error(shown)
     except KeyboardInterrupt as error:
         print(f"stoker: interrupted {error}".rstrip(), file=sys.stderr)
         return 130
-    except SystemExit as error:  # raised by the parser, after its message
+    except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 0
+
+
+def _print_error(error: StokerError) -> int:
+    """Prints an error and returns its exit code."""
+    with contextlib.suppress(OSError):  # stderr is closed or full; schedulers decide by the exit code
+        print(f"stoker: {error}", file=sys.stderr)
+    return error.exit_code

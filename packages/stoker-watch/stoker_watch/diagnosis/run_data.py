@@ -229,6 +229,8 @@ class EventSummary:
     """Line of events.jsonl in which it stands."""
     detached_t: float | None = None
     """Unix time at which the newest attempt was no longer watched, and ran on; None: it was watched to its end."""
+    recording_ended: tuple[float, str] | None = None
+    """(Unix time, reason) at which the steps of the newest attempt were no longer recorded, though it ran on."""
     output_start: Event | None = None
     """The first event of the newest attempt that says where its output begins."""
     job: dict[str, Any] | None = None
@@ -242,12 +244,14 @@ class EventSummary:
         self.last = event
         if event.attempt > self.attempts:
             self.attempts, self.end, self.end_line, self.output_start = event.attempt, None, 0, None
-            self.detached_t = None
+            self.detached_t = self.recording_ended = None
         if event.attempt == self.attempts:
             if event.kind in END_KINDS:
                 self.end, self.end_line = event, line_number
             if event.data.get("detached"):
                 self.detached_t = event.t
+            if reason := event.data.get("recording_ended"):
+                self.recording_ended = event.t, str(reason)
             if self.output_start is None and "output_offset" in event.data:
                 self.output_start = event
         if event.kind in ("started", "resumed"):

@@ -37,11 +37,18 @@ MAX_STDERR_BYTES = 500
 
 
 class Delivery:
-    """Delivers alerts until `close`. stop: ends the run, as a signal does."""
+    """Delivers alerts until `close`. stop: ends the run, as a signal does; say: prints a line."""
 
-    def __init__(self, folder: RunFolder, options: MonitoringOptions, alerts: Alerts, stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        options: MonitoringOptions,
+        alerts: Alerts,
+        stop: Callable[[], None],
+        say: Callable[[str], object],
+    ) -> None:
         self._folder = folder
-        self._alerts = alerts
+        self._alerts, self._say = alerts, say
         self._command = options.alert_command
         self._webhook = options.webhook_url()
         self._stop = stop if options.alert_exit else None
@@ -56,6 +63,7 @@ class Delivery:
         """Records the alerts that a line fires, and queues their delivery. Never blocks."""
         for alert in self._alerts.observe(line):
             self._folder.event("alert", alert.title, rule=alert.id, value=_value(alert))
+            self._say(f"alert: {alert.title}")
             if self._command is not None or self._webhook is not None:
                 if self._pending.qsize() < MAX_PENDING:
                     self._pending.put((alert, line.t))

@@ -54,15 +54,16 @@ def monitoring(
     stop: Callable[[], None],
     log: Literal["text", "json"] = "text",
     log_file: TextIO | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Iterator[None]:
     """Monitors the run inside the block, and reads its records once more at the end. stop: ends the run as a signal
-    does. Raises ConfigError before anything starts, if an option is not valid."""
+    does; say: prints a line about each alert. Raises ConfigError before anything starts, if an option is not valid."""
     options.validate()
     with contextlib.ExitStack() as stack:
         alerts = Alerts(options.rules(), time.time())
         sinks: dict[str, Callable[[RecordLine], None]] = {}
         if options.alert:
-            delivery = Delivery(folder, options, alerts, stop)
+            delivery = Delivery(folder, options, alerts, stop, say)
             stack.callback(delivery.close)
             sinks["alerts"] = delivery.observe
         if log == "json":

@@ -144,6 +144,8 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     place_trees: list[PlaceNode] = []
     notes: list[Finding] = []
     evidence_paths: dict[str, str]
+    missing: str = ""
+    """What was not recorded since when, and why, if the recording ended before the job did."""
     coverage: dict[str, str] = {}
     sizing_advice: list[Finding] = []
     probes: list[Probe] = []
@@ -227,6 +229,7 @@ def explain_run(
         place_trees=place_trees(run_records),
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
+        missing=_describe_missing(run_records.events.recording_ended),
         coverage=coverage,
         sizing_advice=advise_sizing(resource_usage(run_records, environment)),
         probes=run_records.all_probes,
@@ -353,6 +356,13 @@ def _phases(totals: Totals, price_per_device_hour: float, estimated: Mapping[str
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"}, stages)
 
 
+def _describe_missing(ended: tuple[float, str] | None) -> str:
+    if ended is None:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(ended[0]))
+    return f"steps and time since {since}, when the recording failed ({ended[1]}); the job was not disturbed"
+
+
 def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
     """(state, the state in a sentence). A run is running if a process holds its lock or, in a bucket, a lease that is
     valid. Else the last event of the newest attempt decides; without a final event the run was killed."""
@@ -441,6 +451,8 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
 def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
     yield "run", explanation.run
     yield "state", explanation.state_text
+    if explanation.missing:
+        yield "missing", explanation.missing
     lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
     restarts, devices = fmt.plural(max(0, explanation.attempts - 1), "restart"), explanation.devices
     where = f"in {fmt.plural(devices, 'process', 'processes')}"

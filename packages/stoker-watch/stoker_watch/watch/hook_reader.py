@@ -362,6 +362,7 @@ class HookReader:
         """States of processes that have ended. They do not change, also if another process has the PID later."""
         self._input_fractions: dict[int, list[float]] = {}
         self._idle_times: dict[str, IdleTime] = {}
+        self._unread_traces = ""
         self._window_start_s = now_s
         self.training_ranks: Mapping[int, int] = {}
         """PID → rank of the live processes that have done a step. May be read in any thread."""
@@ -416,7 +417,12 @@ class HookReader:
                     header, _, trace = self._read(path, MAX_TRACE_BYTES).partition(b"\n")
                 finally:
                     path.unlink()
-                fraction = input_wait_s(trace) / max(float(header), 1e-9)
+                try:
+                    fraction = input_wait_s(trace) / max(float(header), 1e-9)
+                except ImportError as error:
+                    unread = "traces of TensorFlow are not read, and waits for input not known"
+                    self._unread_traces = f"; {unread}: {error} (pip install protobuf, where stoker is installed)"
+                    continue
                 self._input_fractions.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, fraction))
 
     def has_new_steps(self) -> bool:
@@ -511,7 +517,7 @@ class HookReader:
         frameworks = ", ".join(sorted(names))
         paths = itertools.islice(self._directory.glob("errors-*"), MAX_REPORTS)
         failures = "; ".join(sorted({line for path in paths for line in self._failures(path)}))
-        failed = f"; errors: {failures}" if failures else ""
+        failed = (f"; errors: {failures}" if failures else "") + self._unread_traces
         if trainers:
             loader_note = "" if all(state.values["batches"] for state in trainers) else ", without a known data loader"
             processes = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"

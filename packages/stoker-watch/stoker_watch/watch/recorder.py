@@ -219,7 +219,8 @@ class JobRecorder:
         try:
             self._record_until_stopped()
         except Exception as error:  # noqa: BLE001 (the job goes on, and an event says that its steps are not recorded)
-            self._folder.event("warning", f"steps.jsonl ends here: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            self._folder.event("warning", f"steps.jsonl ends here: {reason}", recording_ended=reason)
 
     def _record_until_stopped(self) -> None:
         is_behind = stopping = False

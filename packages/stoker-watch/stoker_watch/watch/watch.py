@@ -116,14 +116,15 @@ def watch(
             if any(not os.read(done_fd, 1) for _ in streams):
                 raise StorageError("The relay of the job's output did not start.", location=output_relay.__file__)
             # after the mask: its threads must not take signals that are for the job
-            stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids)))
+            _say(f"recording into {folder.path}")
+            stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids), say=_say))
             try:
                 job_pid = _start_job(command, streams, mask, environment)
                 job_pids.append(job_pid)
             except OSError as error:
                 code = 127 if error.errno == errno.ENOENT else 126
                 recorder.write_start_failure(error, code)
-                print_text(f"stoker watch: {command[0]}: {error.strerror}", file=sys.stderr)
+                _say(f"{command[0]}: {error.strerror}")
                 return code
         finally:
             for source, slave, _ in streams:
@@ -136,12 +137,17 @@ def watch(
         code = os.waitstatus_to_exitcode(status)
         recorder.write_end(code)
         stack.close()
-        if os.isatty(2):  # otherwise the output is only the job's
-            ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else "done"
-            print_text(f"stoker watch: {ending}; `stoker why {folder.path}`", file=sys.stderr)
+        ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else "done"
+        _say(f"{ending}; `stoker why {folder.path}`")
     if code < 0:
         _kill_self(-code)
     return code
+
+
+def _say(text: str) -> None:
+    """A line of stoker on stderr, which the job's own output may share."""
+    with contextlib.suppress(OSError):  # a closed or full stderr is no reason to disturb the job
+        print_text(f"stoker watch: {text}", file=sys.stderr, flush=True)
 
 
 def _check_platform() -> None:
@@ -288,8 +294,8 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
         output = copy_output(files, RotatingLog(str(folder.path / OUTPUT)))
         recorder = JobRecorder(folder, job.command, coverage=coverage, output=output)
         text = f"recording {pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends the recording, not the job"
-        print_text(f"stoker watch: {text}", file=sys.stderr, flush=True)
-        with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):
+        _say(text)
+        with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM), say=_say):
             with _stop_signal_fd() as stop_fd, recorder.following(pid):
                 ended = job.pidfd in _wait_readable(job.pidfd, stop_fd)
                 code = read_exit_code(job) if ended else None
@@ -300,7 +306,7 @@ def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = Monito
     shell_code = 0 if code is None else code if code >= 0 else 128 - code
     text = f"the job ended, {'its exit code is not known' if code is None else f'exit code {shell_code}'}"
     text = text if ended else "the job is still running"
-    print_text(f"stoker watch: {text}; `stoker why {folder.path}`", file=sys.stderr)
+    _say(f"{text}; `stoker why {folder.path}`")
     return shell_code
 
 

@@ -89,13 +89,15 @@ def launch(
 
 def _read_settings(data: str | None, settings: tuple[str, ...], *, has_files: bool) -> tuple[tuple[str, ...], Config]:
     """(the settings with translated flags of other tools, what they and their file set), as `stoker train` would read
-    them. Exits for a flag or an argument that it does not have. has_files: the job sees the files of this machine."""
+    them. Raises CycloptsError for a flag or an argument that it does not have. has_files: the job sees the files of
+    this machine."""
     app = App(name="stoker train", default_parameter=PARAMETER, help_format="plaintext")
     app.default(train)
     words, notes = translate(["train", *settings], lambda _: flags_of(app))
     for note in notes:
         print_text(f"stoker: {note}", file=sys.stderr)
-    _, bound, _ = app.parse_args([*(() if data is None else (data,)), *words[1:]])
+    typed = [*(() if data is None else (data,)), *words[1:]]
+    _, bound, _ = app.parse_args(typed, exit_on_error=False, print_error=False)
     found = bound.arguments
     if data is None and "data" in found:
         what = f"DATA comes before the settings, and {found['data']!r} is behind one."

@@ -150,7 +150,9 @@ class _OpenRun:
         try:
             if self.ranks.is_main:
                 stop = functools.partial(self.stop_request.request, "an alert")
-                watch = monitoring(self.folder, self.options.monitor, stop=stop, log=self.options.log_format)
+                watch = monitoring(
+                    self.folder, self.options.monitor, stop=stop, log=self.options.log_format, say=self.screen.warning
+                )
                 self.stack.enter_context(watch)
             vertex = vertex_folders() if self.ranks.is_main else VertexFolders()
             with (

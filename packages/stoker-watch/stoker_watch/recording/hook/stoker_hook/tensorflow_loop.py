@@ -21,8 +21,9 @@ from .failures import STATE_DIR, report_failure
 from .instruments import count_images, replacing, timed
 from .mistakes import LOOK_STEPS, MAX_READ, own_line
 
-FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
-"""Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first."""
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 600.0, 3
+"""Seconds from the first trace to the second, then twice as long to each, up to the longest; steps before the first.
+TensorFlow logs three lines about each trace."""
 MAX_ARGUMENT_CHARS = 100
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
