@@ -563,6 +563,7 @@ def _read_stacks(
                 run_records.newest_stacks[rank, window.pid] = window
                 if not run_records.totals.steps and run_records.is_external:
                     _add_stall(run_records.start_stalls, (rank, window.pid), window)
+            run_records.loader_thread = window.loader or run_records.loader_thread
             steady_span = steady_spans.get(window.attempt)
             places.add(rank, window, is_startup=steady_span is None or middle_t <= steady_span.start_t)
             if window.role != "training" or is_own:

@@ -516,6 +516,8 @@ class RunRecords:
     """Names of the settings that stoker chose."""
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Facts that events of the run contain: num_images, median_pixels, boxes, anchor_coverage, pretrained, workers."""
+    loader_thread: str = ""
+    """What runs the job's code in a thread of a loader: a row of frames.toml, `loader_threads`; empty: not known."""
     from_bucket: bool = False
     """The images are in a bucket."""
     is_external: bool = False
@@ -638,7 +640,7 @@ class RunRecords:
         places = [place for place in self.places if place.role == "training" and not place.part]
         seen = {text for place in places for text in (place.call, *place.leaves)}
         of_torch = ["torch.utils.data"] if "workers" in self.facts and "torch" in self.frameworks else []
-        return " ".join([*sorted(seen), *of_torch])
+        return " ".join([*filter(None, [self.loader_thread]), *sorted(seen), *of_torch])
 
     @property
     def computes_with_torch(self) -> bool:

@@ -9,7 +9,7 @@ import collections
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,6 +66,7 @@ PACKAGE_ROOT = "/site-packages/stoker/"
 """How the files of a training of stoker's own begin (`own_stacks.py`)."""
 
 _FILES, _CALLS = ({name: re.compile(text) for name, text in _TABLE[table].items()} for table in ("files", "calls"))
+_LOADER_THREADS = {name: re.compile(text) for name, text in _TABLE["loader_threads"].items()}
 _FILES["host"] = re.compile(rf"/(site|dist)-packages/({'|'.join(_TABLE['host_packages'])})/")
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/(\w+)")
 
@@ -318,6 +319,16 @@ def _inside_loader(stack: Sequence[Frame]) -> Stack:
     """The frames inside of the innermost one of a loader; empty: no loader has called them."""
     index = next((index for index, frame in enumerate(stack) if is_file_of("loader_thread", frame.file)), 0)
     return list(stack[:index])
+
+
+def find_loader(threads: Iterable[Samples]) -> str:
+    """Row of `loader_threads` of what runs the job's code in most samples of a process; empty: none of them."""
+    names: collections.Counter[str] = collections.Counter()
+    for stack, count in itertools.chain.from_iterable(threads):
+        if any(map(is_job_code, _inside_loader(stack))):
+            around = (name for name, file in _LOADER_THREADS.items() if any(file.search(frame.file) for frame in stack))
+            names[next(around, "")] += count
+    return max(names, key=lambda name: names[name], default="")
 
 
 def _find_worker_rule(stack: Sequence[Frame]) -> FrameRule | None:

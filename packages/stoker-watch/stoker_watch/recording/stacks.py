@@ -23,6 +23,7 @@ from stoker_watch.recording.frames import (
     CompiledCalls,
     Frame,
     Samples,
+    find_loader,
     find_role,
     find_trainer,
     make_window,
@@ -400,7 +401,11 @@ class StackSampler:
         lines = [make_window(samples, role=role, **of_process)]
         if role == "training":
             working = working_threads(others, sum(count for _, count in samples), window.thread_runnable)
-            lines += [make_window(found, role=name, runnable=can_run, **fields) for name, found, can_run in working]
+            loader = find_loader(others.values())
+            lines += [
+                make_window(found, role=name, runnable=can_run, loader=loader if name == "worker" else "", **fields)
+                for name, found, can_run in working
+            ]
         return lines
 
     def _write(self, target: SampledProcess, line: StackWindow) -> None:

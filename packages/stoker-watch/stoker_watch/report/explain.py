@@ -23,7 +23,7 @@ from stoker_watch.diagnosis import engine
 from stoker_watch.diagnosis.causes.shared import has_enough_stacks
 from stoker_watch.diagnosis.log_meters import find_printed_wait
 from stoker_watch.diagnosis.notes import collect_notes
-from stoker_watch.diagnosis.places.describe import frequency
+from stoker_watch.diagnosis.places.describe import frequency, name_role
 from stoker_watch.diagnosis.places.sampled import PlaceTotal, SampledPlace
 from stoker_watch.diagnosis.places.totals import merge_by
 from stoker_watch.diagnosis.places.trees import PlaceNode, place_trees
@@ -98,6 +98,8 @@ class PlaceTime(SampledPlace, frozen=True, kw_only=True):
 
     frequency: str
     """Empty: not known."""
+    who: str = ""
+    """Who does it, if not the training thread."""
 
     def text(self) -> str:
         """`37 s (±5) copy.deepcopy ← train.py:53, each step`."""
@@ -106,7 +108,7 @@ class PlaceTime(SampledPlace, frozen=True, kw_only=True):
         if self.kind == LOOP_IN_STEP:
             often = ", in a Python loop inside of the steps, backward pass not counted"
         whose = f", rank {self.rank}" if self.rank else ""
-        whose = {"worker": ", in each loader worker", "thread": ", in another thread"}.get(self.role, whose)
+        whose = f", in {self.who}" if self.who else whose
         what = f"{self.call} ← {self.line}" if self.call else f"{self.function} {self.line}"
         if not self.call and not self.function:
             what = f"what {self.line} calls"
@@ -246,7 +248,7 @@ def _places(run_records: RunRecords) -> list[PlaceTime]:
         places += [place for place in seen if place not in places]
     places += _parts_of_stoker(run_records)
     return [
-        _place_time(place, frequency(run_records, place) if place.line else "")
+        _place_time(run_records, place, frequency(run_records, place) if place.line else "")
         for place in places
         if place.seconds >= max(1.0, run_records.observed_s(place) / 100)
     ][:MAX_PLACES]
@@ -274,12 +276,12 @@ def _places_without_steps(run_records: RunRecords) -> list[PlaceTime]:
     places = (place for place in run_records.places if place.role == "training" and place.line)
     sums = merge_by(places, lambda place: (place.rank, place.line, place.call)).values()
     largest = sorted((total for total in sums if total.seconds >= 1.0), key=lambda total: -total.seconds)
-    return [_place_time(total, "") for total in largest[:MAX_PLACES]]
+    return [_place_time(run_records, total, "") for total in largest[:MAX_PLACES]]
 
 
-def _place_time(place: PlaceTotal, often: str) -> PlaceTime:
+def _place_time(run: RunRecords, place: PlaceTotal, often: str) -> PlaceTime:
     values = {name: getattr(place, name) for name in SampledPlace.__struct_fields__}
-    return PlaceTime(**values, frequency=often)
+    return PlaceTime(**values, frequency=often, who="" if place.role == "training" else name_role(run, place.role))
 
 
 def open_records(run: str | Path) -> Path:

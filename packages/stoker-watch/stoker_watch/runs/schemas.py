@@ -117,6 +117,7 @@ class StackWindow(Record, kw_only=True, omit_defaults=True):
     frames: dict[str, float] = {}
     process_cpu: Amount | None = None
     role: Role = "training"
+    loader: str = ""
     places: list[Place] = []
 
 

@@ -26,7 +26,7 @@ from stoker_watch.diagnosis.causes.shared import (
     samples_contradict,
     stack_evidence,
 )
-from stoker_watch.diagnosis.places.describe import ROLE_NAMES, describe_place
+from stoker_watch.diagnosis.places.describe import describe_place, name_role
 from stoker_watch.diagnosis.places.grouping import CALLS
 from stoker_watch.diagnosis.places.sampled import Cost
 from stoker_watch.diagnosis.run_data import RunRecords
@@ -86,7 +86,7 @@ def _loading_evidence(run: RunRecords, cost: Cost) -> list[Evidence]:
               if place.samples >= minimum and not place.is_startup]  # fmt: skip
     found = []
     for place in places[: int(INPUT_BOUND.threshold("max_places"))]:
-        text = f"{place.seconds:,.1f} s in {describe_place(place)}, {ROLE_NAMES[place.role]}"
+        text = f"{place.seconds:,.1f} s in {describe_place(place)}, in {name_role(run, place.role)}"
         found.append(make_evidence(text, place.seconds, "stacks.jsonl: places"))
     return found
 

@@ -22,7 +22,14 @@ from stoker_watch.diagnosis.causes.shared import (
     waits_for_rank_0_s,
 )
 from stoker_watch.diagnosis.causes.steps import waits_for_own_threads
-from stoker_watch.diagnosis.places.describe import describe_place, frequency, is_single_event, name_cost
+from stoker_watch.diagnosis.places.describe import (
+    describe_place,
+    frequency,
+    is_single_event,
+    loader_thread_row,
+    name_cost,
+    name_role,
+)
 from stoker_watch.diagnosis.places.grouping import CALLS, FIXES, functions_with_steps, is_decoder
 from stoker_watch.diagnosis.places.sampled import TAKES_CORES, Cost, PlaceTotal
 from stoker_watch.diagnosis.places.totals import find_places, merge_by
@@ -185,7 +192,7 @@ def possible_causes(run: RunRecords, group: Sequence[tuple[Finding, list[int]]])
 def _place_evidence(run: RunRecords, cost: Cost, whole: PlaceTotal) -> list[Evidence]:
     place = cost.place
     assert place is not None
-    what = {"training": "the training thread", "worker": "each loader worker", "thread": "a thread"}[cost.role]
+    what = name_role(run, cost.role)
     observed_s, often = run.observed_s(place), frequency(run, place)
     text = (
         f"{what} was there {whole.seconds:,.0f} s of {observed_s:,.0f} (95 %: {whole.low_s:,.0f} to "
@@ -214,7 +221,8 @@ def _find_fix(run: RunRecords, place: PlaceTotal) -> str | None:
         if place.kind == "decode":
             return HEAVY_PLACE.other_fixes["despite workers"]
     name = next((name for name, pattern in FIXES.items() if pattern.search(place.call)), None)
-    return None if name is None else HEAVY_PLACE.other_fixes[name]
+    of_loader = loader_thread_row(run).get("faster") if place.role == "worker" else None
+    return ". ".join(filter(None, [name and HEAVY_PLACE.other_fixes[name], of_loader])) or None
 
 
 def has_workers(run: RunRecords) -> bool:

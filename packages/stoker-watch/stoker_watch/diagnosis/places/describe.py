@@ -1,14 +1,30 @@
 """How a place is called in findings."""
 
+import re
+from collections.abc import Mapping
+
 from stoker_watch.diagnosis.places.sampled import PlaceTotal
 from stoker_watch.diagnosis.run_data import RunRecords
+from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.schemas import Place
 
-ROLE_NAMES = {"training": "in the training thread", "thread": "in another thread", "worker": "in each loader worker"}
+ROLE_NAMES = {"training": "the training thread", "thread": "another thread", "worker": "each loader worker"}
 MAX_EVENT = 0.5
 """Fraction of the lines of stacks.jsonl up to which what was seen in a row was a single event."""
 MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
+
+
+def loader_thread_row(run: RunRecords) -> Mapping[str, str]:
+    """Row of apis.toml for the thread of a loader that runs the job's code; empty: none does."""
+    rows = read_toml("apis.toml")["loader"].values()
+    found = (row for row in rows if "runs" in row and re.search(row["pattern"], run.loader_thread))
+    return next(found, {})
+
+
+def name_role(run: RunRecords, role: str) -> str:
+    """Who does what has this role: `the one thread of the generator`."""
+    return (loader_thread_row(run) if role == "worker" else {}).get("runs", ROLE_NAMES[role])
 
 
 def is_callees(place: PlaceTotal | Place) -> bool:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from stoker_watch.diagnosis.places.describe import name_role
 from stoker_watch.diagnosis.places.sampled import PlaceTotal
 from stoker_watch.diagnosis.places.totals import MIN_SHARE, wilson
 from stoker_watch.diagnosis.run_data import RunRecords
@@ -36,7 +37,7 @@ def place_trees(run: RunRecords) -> list[PlaceNode]:
         groups.setdefault((total.role, total.rank, total.is_startup), []).append(total)
     largest = sorted(groups, key=lambda key: -sum(total.samples for total in groups[key]))[:MAX_TREES]
     trees: list[PlaceNode] = []
-    names = {"training": "training thread", "thread": "other threads", "worker": "each loader worker"}
+    names = {"training": "training thread", "thread": "other threads", "worker": name_role(run, "worker")}
     for role, rank, is_startup in sorted(largest, key=lambda key: (key[0] != "training", key[1], key[2])):
         name = names[role]
         name += f" of rank {rank}" if run.num_ranks > 1 else ""
