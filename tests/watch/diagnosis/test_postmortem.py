@@ -1087,7 +1087,14 @@ FRAME = '  File "/job/heads.py", line 31, in assign\n    '
         ("masks = [one['segmentation'] for one in anns]", "KeyError: 'segmentation'", "polygons_missing"),
         ("areas = [one['segmentation'] for one in anns]", "KeyError: 'area'", "annotations_invalid"),
         ("raise ValueError('Loss is nan, stopping training')", "ValueError: no batch", "ended_by_error"),
-        ("number = class_to_idx[name]", "KeyError: 'lorry'", "label_out_of_range"),
+        ("number = class_to_idx[name]", "KeyError: 'lorry'", "class_name_unknown"),
+        ("number = class_to_idx[name]", "KeyError: 17", "label_out_of_range"),
+        ("number = names.index(class_name)", "ValueError: 'lorry' is not in list", "class_name_unknown"),
+        ("x = x + self.pos_embed", "RuntimeError: The size of tensor a (196) must match the size of tensor b (256) at "
+         "non-singleton dimension 1", "position_embedding_size"),
+        ("x = x + y", "RuntimeError: The size of tensor a (196) must match the size of tensor b (256) at "
+         "non-singleton dimension 1", "shape_mismatch"),
+        ("a, b = zip(*found)", "ValueError: not enough values to unpack (expected 2, got 0)", "unpacked_nothing"),
     ],
 )  # fmt: skip
 def test_a_line_of_the_traceback_tells_what_the_last_one_does_not(source: str, error: str, id: str) -> None:
@@ -1113,6 +1120,12 @@ def test_an_error_of_a_replica_is_one_of_data_parallel() -> None:
         ("device: Tesla T4", "Loss is nan, stopping training", "lower learning rate"),
         ("device: NVIDIA GeForce GTX 1650 amp=True", "Loss is nan, stopping training", "full precision"),
         ("device: NVIDIA GeForce GTX 1650 amp=False", "Loss is nan, stopping training", "lower learning rate"),
+        ("initializing ddp: GLOBAL_RANK: 0, MEMBER: 1/4", "slurmstepd: error: *** JOB 7 ON n1 CANCELLED DUE TO TIME LIMIT",
+         "srun"),
+        ("initializing ddp: GLOBAL_RANK: 0, MEMBER: 1/2\ninitializing ddp: GLOBAL_RANK: 1, MEMBER: 2/2",
+         "slurmstepd: error: *** JOB 7 ON n1 CANCELLED DUE TO TIME LIMIT", "Ask for more time"),
+        ("", "SizeMismatchError: Mismatched (W,H) for image a.jpg, got (30, 40), expect (40, 30)", "EXIF"),
+        ("", "SizeMismatchError: Mismatched (W,H) for image a.jpg, got (30, 40), expect (60, 30)", "Correct width"),
         ("srun: error: node7: tasks 1-3: Exited with exit code 1", "OSError: [Errno 98] Address already in use",
          "ntasks-per-node=1"),
         ("", "OSError: [Errno 98] Address already in use", "--master-port"),

@@ -36,10 +36,12 @@ class InFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an ending is in a job of which each of `when`, patterns of lines, is in the output: another fix or title."""
+    """What an ending is in a job of which each of `when`, patterns of lines, is in the output, and none of `unless`:
+    another fix or title."""
 
     when: tuple[str, ...]
     fix: str
+    unless: tuple[str, ...] = ()
     title: str = ""
 
 

@@ -209,15 +209,18 @@ def _explain_failure(termination: Termination, output: _Output) -> list[Finding]
     ]
 
 
+def _first_line(output: _Output, text: str) -> LogLine | None:
+    pattern = re.compile(bound_repeats(text))
+    return next((line for line in output.lines if pattern.search(line.text)), None)
+
+
 def _as_variant(finding: Finding, output: _Output) -> Finding:
     """The finding with what the output says to be so already: the first variant of its ending whose lines are there."""
     for variant in endings()[finding.id].variants:
-        patterns = [re.compile(bound_repeats(text)) for text in variant.when]
-        found = [next((line for line in output.lines if pattern.search(line.text)), None) for pattern in patterns]
-        lines = [line for line in found if line is not None]
-        if len(lines) == len(patterns):
+        lines = [_first_line(output, pattern) for pattern in variant.when]
+        if None not in lines and not any(_first_line(output, pattern) for pattern in variant.unless):
             quoted = {item.source for item in finding.evidence}
-            shown = [quote(line) for line in dict.fromkeys(lines) if line.source not in quoted]
+            shown = [quote(line) for line in dict.fromkeys(lines) if line is not None and line.source not in quoted]
             return msgspec.structs.replace(
                 finding, title=variant.title or finding.title, fix=variant.fix, evidence=[*finding.evidence, *shown]
             )
