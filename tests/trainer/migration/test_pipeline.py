@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -310,11 +311,36 @@ def test_the_command_prints_and_writes(
                   "stoker train --config config.toml"):  # fmt: skip
         assert words in text
     assert from_toml(Path("config.toml"))[0].run.batch_size == 8
+    assert "(--all lists them)" in text
+    assert "model.ssd.num_classes" not in text
+    with pytest.raises(SystemExit):
+        app(["import", "pipeline.config", "--all"])
+    assert "model.ssd.num_classes" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         app(["import", "pipeline.config", "--json"])
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["settings"]["lr_scheduler"] == "constant"
     assert {row["status"] for row in document["fields"]} == {"exact", "substitute", "not carried"}
+
+
+def test_classes_and_checkpoint_that_do_not_fit_are_traps(tmp_path: Path):
+    zoo = 'fine_tune_checkpoint: "zoo/ssd_x_640x640_coco17_tpu-8/checkpoint/ckpt-0" fine_tune_checkpoint_type: '
+    text = make(train=zoo + '"classification"')
+    count = int(re.search(r"num_classes: (\d+)", text)[1])  # type: ignore[index]
+    label_map = re.search(r'label_map_path: "([^"]+)"', text)
+    name = "labels.pbtxt" if label_map is None else Path(label_map[1]).name
+    text = (
+        text
+        if label_map is not None
+        else text.replace("train_input_reader {", f'train_input_reader {{ label_map_path: "{name}"')
+    )
+    for items in (count, count + 1):
+        (tmp_path / name).write_text("".join(f"item {{ id: {n} name: 'c{n}' }}\n" for n in range(1, items + 1)))
+        names = {trap.name for trap in import_text(tmp_path, text)[1].traps}
+        assert "checkpoint-type" in names
+        assert ("num-classes" in names) == (items != count)
+    detection = import_text(tmp_path, make(train=zoo + '"detection"'))[1]
+    assert "checkpoint-type" not in {trap.name for trap in detection.traps}
 
 
 def test_no_field_forges_a_line_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

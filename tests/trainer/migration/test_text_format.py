@@ -114,8 +114,11 @@ def test_paths_and_lines(tmp_path: Path):
         ("a {" * (MAX_DEPTH + 2), ":1", "nested"),
         ("a: 1\n" * (MAX_BYTES // 5 + 1), "pipeline.config", "bytes"),
         ("a: 'é'".encode("latin-1").decode("latin-1") + "\x00\x01: 2", ":1", "Expected identifier"),
+        ("a {\n b:\n c: 2\n}", ":2", "b has no value"),
+        ("a: “x”", ":1", 'straight quotes in the whole file: a: "x"'),
+        ("\n<!DOCTYPE html>\n<html lang='en'>", ":2", "web page"),
     ],
-    ids=["open", "closed twice", "no colon", "list", "string", "deep", "large", "binary"],
+    ids=["open", "closed twice", "no colon", "list", "string", "deep", "large", "binary", "no value", "quotes", "page"],
 )
 def test_what_is_no_text_is_refused_with_its_line(tmp_path: Path, text: str, place: str, words: str):
     with pytest.raises(ConfigError) as error:

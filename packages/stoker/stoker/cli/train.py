@@ -155,6 +155,7 @@ def import_pipeline(
     data: str | None = None,
     run: bool = False,
     run_dir: str | None = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
     json: bool = False,
 ) -> None:
     """Imports a pipeline.config of the TensorFlow Object Detection API, without TensorFlow.
@@ -171,7 +172,7 @@ def import_pipeline(
     if json:
         print_json(report)
     else:
-        print_import(report)
+        print_import(report, show_exact=all_)
         source = "" if config.data.data is not None else "DATA "
         print_text(f"written: {out}; `stoker train {source}--config {out}` trains with it")
     if not run:

@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from stoker.config.settings import Config, check_config, from_fields, to_toml
+from stoker.data.formats.tfrecord_bytes import looks_like_label_map, read_label_map
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
-from stoker.migration.text_format import read_message
+from stoker.migration.text_format import Message, read_message
 from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
 from stoker.migration.tf_training import read_training
@@ -49,6 +50,7 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     train = pipeline.child("train_config")
     read_training(account, train, model)
     read_inputs(account, pipeline, data)
+    _compare_classes(account, pipeline, model)
     account.rest(pipeline)
     tpu = _TPU.search(path.name) or _TPU.search(regular_files.read_text(path, encoding="utf-8-sig"))
     if tpu or train.flag("use_bfloat16", False):
@@ -67,6 +69,19 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     return config, report
 
 
+def _compare_classes(account: FieldAccount, pipeline: Message, model: Message) -> None:
+    """A trap where the label map that the file names, there or beside the file, has another number of classes."""
+    reader = pipeline.child("train_input_reader")
+    named = Path(reader.text("label_map_path") or "")
+    found = next((path for path in (named, pipeline.location.parent / named.name) if path.is_file()), None)
+    if found is None or not model.has("num_classes") or not looks_like_label_map(found):
+        return
+    ids, count = read_label_map(found).ids, int(model.number("num_classes", 0))
+    if count != max(ids):
+        line = model.lines.get("num_classes")
+        account.trap("num-classes", line, count=count, path=found, ids=len(ids), largest=max(ids))
+
+
 def write_config(config: Config, report: ImportReport, out: Path) -> None:
     """Writes config.toml. Raises UsageError if another file is there, StorageError if it cannot be written."""
     text = f"# Imported by `stoker import` from {report.source.splitlines()[0]} ({report.architecture}).\n"
@@ -82,19 +97,25 @@ def write_config(config: Config, report: ImportReport, out: Path) -> None:
 
 
 TITLES = {
-    "exact": ("carried over exactly", "green"),
-    "substitute": ("carried over with a substitute", "yellow"),
     "not carried": ("not carried over", "red"),
+    "substitute": ("carried over with a substitute", "yellow"),
+    "exact": ("carried over exactly", "green"),
 }
+"""In the order of printing: what asks for a look comes first."""
 
 
-def print_import(report: ImportReport, file: TextIO | None = None, *, width: int | None = None) -> None:
-    """Prints the fields by what became of them, and the traps."""
+def print_import(
+    report: ImportReport, file: TextIO | None = None, *, width: int | None = None, show_exact: bool = True
+) -> None:
+    """Prints the fields by what became of them, and the traps. show_exact: also what was carried over exactly."""
     title = f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}"
     renderables: list[RenderableType] = [plain_text(title)]
     for status, (title, style) in TITLES.items():
         rows = [row for row in report.fields if row.status == status]
-        renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}", style=style), _table(rows)]
+        is_counted = status == "exact" and not show_exact
+        more = " (--all lists them)" if is_counted and rows else ""
+        renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}{more}", style=style)]
+        renderables += [] if is_counted else [_table(rows)]
     if report.traps:
         renderables += [Text(""), Text(f"known traps: {len(report.traps)}", style="bold")]
     for trap in report.traps:

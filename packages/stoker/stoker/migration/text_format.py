@@ -7,6 +7,7 @@ MAX_BYTES, nested at most MAX_DEPTH deep. Whether a name exists and what a value
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,30 @@ def read_message(path: Path) -> Message:
         message = Message(path, "", line=1)
         _read_fields(tokens, message, closing=None, depth=0)
     except text_format.ParseError as error:
-        location = path if error.GetLine() is None else f"{path}:{error.GetLine()}"
-        raise ConfigError(what, location=location, cause=str(error)) from error
+        number = error.GetLine()
+        line, cause, fix = _find_reason(lines, number or len(lines)) or (number, str(error), None)
+        location = path if line is None else f"{path}:{line}"
+        raise ConfigError(what, location=location, cause=cause, fix=fix) from error
     return message
+
+
+def _find_reason(lines: list[str], number: int) -> tuple[int, str, str] | None:
+    """(line, cause, fix) of an error at line `number`, from 1, which the parser meets as something else; None: it is
+    what the parser says."""
+    if html := next((n for n, line in enumerate(lines, 1) if re.match(r"\s*<(!doctype|html)\b", line, re.I)), None):
+        return html, "it is a web page around the file", "download the file itself: on GitHub the button Raw"
+    if quotes := re.search("[“”‘’«»]", lines[number - 1]):
+        cause = f"a typographic quote {quotes[0]}, as web pages and word processors make of straight ones"
+        return (
+            number,
+            cause,
+            f"straight quotes in the whole file: {re.sub('[“”«»]', chr(34), lines[number - 1]).strip()}",
+        )
+    before = next((n for n in range(number - 1, 0, -1) if lines[n - 1].partition("#")[0].strip()), None)
+    named = re.fullmatch(r"\s*(\w+)\s*:\s*", lines[before - 1].partition("#")[0]) if before is not None else None
+    if named is not None and before is not None:
+        return before, f"{named[1]} has no value", "give it one, or remove the line"
+    return None
 
 
 def _read_fields(tokens: Any, message: Message, *, closing: str | None, depth: int) -> None:

@@ -7,6 +7,7 @@ object_detection/protos/preprocessor.proto and core/preprocessor.py.
 """
 
 import math
+import re
 from typing import Any
 
 from stoker.migration.fields import FieldAccount, Status, knowledge
@@ -59,6 +60,8 @@ def _read_weights(account: FieldAccount, train: Message) -> None:
     }[weights]
     note = f"TensorFlow's checkpoints have other names and layouts and cannot be loaded; instead {what}"
     account.carry(train, "fine_tune_checkpoint", "substitute", {"weights": weights}, note)
+    if kind == "classification" and re.search(r"_coco(17|_20\d\d)_|_coco_v\d", checkpoint):
+        account.trap("checkpoint-type", train.lines.get("fine_tune_checkpoint_type"), checkpoint=checkpoint)
     account.trap("fine-tune-checkpoint", train.lines.get("fine_tune_checkpoint"), checkpoint=checkpoint, what=what)
 
 
