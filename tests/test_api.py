@@ -15,7 +15,8 @@ import stoker_watch
 from stoker.config.settings import from_fields, from_toml
 from stoker_watch.cli.app import app
 from stoker_watch.errors import ConfigError, DataError, UsageError
-from stoker_watch.runs.records import CONFIG
+from stoker_watch.runs.records import CONFIG, EVENTS, read_lines
+from stoker_watch.runs.schemas import Event, StepWindow
 from tests.drawn import CLASSES, draw
 
 SMALL = {"max_duration": "6", "batch_size": 4, "image_size": (64, 64), "eval_every": "0", "precision": "fp32"}
@@ -51,6 +52,45 @@ def test_the_function_and_the_command_settle_the_same(result: stoker.Result, dat
              *(map(str, value) if isinstance(value, tuple) else (str(value),)))]  # fmt: skip
     app(["train", str(data), "--run-dir", str(tmp_path / "two"), *flags], result_action="return_value")
     assert from_toml(tmp_path / "two" / CONFIG) == from_toml(result.run / CONFIG)
+
+
+def test_callbacks_get_each_record_and_one_that_fails_stops_nothing(data: Path, tmp_path: Path):
+    seen: list[object] = []
+
+    def fails(record: object) -> None:
+        raise ValueError(type(record).__name__)
+
+    made = stoker.train(
+        data, run_dir=tmp_path / "run", callbacks=[seen.append, fails], **(SMALL | {"max_duration": "2"})
+    )
+    events = [record for record in seen if isinstance(record, Event)]
+    assert [event.kind for event in events if event.kind in ("started", "evaluated", "finished")] == [
+        "started", "evaluated", "finished",
+    ]  # fmt: skip
+    assert sum(record.window_steps for record in seen if isinstance(record, StepWindow)) == 2
+    texts = [event.text for event in read_lines(made.run, EVENTS, Event) if event.kind == "warning"]
+    assert [text for text in texts if "callback 2" in text and "ValueError" in text]
+    assert not [text for text in texts if "callback 1" in text]
+    with pytest.raises(UsageError, match="Callbacks"):
+        stoker.train(data, devices=2, callbacks=[seen.append])
+
+
+def test_evaluate_and_export_are_the_commands(result: stoker.Result, model: stoker.Model, tmp_path: Path):
+    assert stoker.evaluate(result.run, device="cpu") == model.evaluate()
+    pytest.importorskip("onnxruntime")
+    written = stoker.export(result.run, out=tmp_path / "model.onnx")
+    assert written == tmp_path / "model.onnx"
+    assert stoker.load(written).class_names == model.class_names
+
+
+def test_source_is_images_and_plot_is_draw_in_bgr(model: stoker.Model, data: Path):
+    image = next(data.rglob("*.jpg"), None) or next(data.rglob("*.png"))
+    (by_name,), (by_place,) = model.predict(source=image, conf=0.0), model.predict(image, conf=0.0)
+    assert np.array_equal(by_name.boxes, by_place.boxes)
+    assert np.array_equal(by_name.plot()[..., ::-1], np.asarray(by_name.draw()))
+    for given in ({}, {"images": image, "source": image}):
+        with pytest.raises(UsageError, match="takes images"):
+            model.predict(**given)
 
 
 def test_an_unfinished_run_is_resumed_and_a_finished_one_is_not(result: stoker.Result):

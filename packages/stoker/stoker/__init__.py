@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from stoker_watch.hardware.cgroup import set_spin_count
 
 if TYPE_CHECKING:
-    from stoker.api import check, plan, train
+    from stoker.api import check, evaluate, export, plan, train
     from stoker.config.keywords import Settings
     from stoker.inference.model import Model, load
     from stoker.inference.prediction import Prediction
@@ -45,14 +45,16 @@ _HOME = {
     "Settings": "stoker.config.keywords",
     "StokerError": "stoker_watch.errors",
     "check": "stoker.api",
+    "evaluate": "stoker.api",
+    "export": "stoker.api",
     "load": "stoker.inference.model",
     "measure": "stoker_watch.recording.measure",
     "plan": "stoker.api",
     "train": "stoker.api",
 }
 __all__ = [
-    "Metrics", "Model", "MonitoringOptions", "Prediction", "Result", "Settings", "StokerError", "check", "load",
-    "measure", "plan", "train",
+    "Metrics", "Model", "MonitoringOptions", "Prediction", "Result", "Settings", "StokerError", "check", "evaluate",
+    "export", "load", "measure", "plan", "train",
 ]  # fmt: skip
 
 

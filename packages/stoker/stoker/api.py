@@ -1,12 +1,12 @@
-"""`stoker.train`, `stoker.check` and `stoker.plan`: the commands as functions, with the same settings and defaults.
+"""`stoker.train`, `evaluate`, `export`, `check` and `plan`: the commands as functions, with the same defaults.
 
 `stoker.load` and its model are in `stoker/inference/model.py`, the training itself is `stoker/training/run.py`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from stoker.config.flag_names import translate_keywords
 from stoker.config.keywords import Settings
@@ -19,6 +19,8 @@ from stoker_watch.monitor.options import MonitoringOptions
 if TYPE_CHECKING:
     from stoker.planning.check import CheckReport
     from stoker.planning.plan import Plan
+    from stoker_watch.monitor.alerts import RecordLine
+    from stoker_watch.runs.evaluation import Metrics
 
 
 def train(
@@ -32,6 +34,7 @@ def train(
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     verbose: bool = False,
+    callbacks: Sequence["Callable[[RecordLine], object]"] = (),
     **settings: Unpack[Settings],
 ) -> Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
@@ -45,6 +48,9 @@ def train(
     log_format: json writes JSON lines to stdout, and text for people to stderr.
     monitor: alerts, metrics and trackers, like the flags of that group (docs/watch.md).
     verbose: print every setting, not only those that matter most.
+    callbacks: each is called, in a thread, with each record of the run as it is written: a `StepWindow` about every
+    second, an `Event` (`evaluated`, `checkpoint_saved`, …), a `DeviceSample`; one that raises is called no more, and
+    the training goes on. Not with `devices`, whose ranks are processes of their own.
     settings: the flags with underscores (docs/settings.md), for example `epochs=12`, `lr=0.01`, `image_size=640`; names
     of other tools (`imgsz=640`) are translated with a note, as on the command line.
 
@@ -64,8 +70,35 @@ def train(
         verbose=verbose,
     )
     if devices is not None and must_start_ranks(devices):
+        if callbacks:
+            raise UsageError(
+                "Callbacks cannot be called by the processes of devices=.", fix="start ranks with torchrun"
+            )
         return run_ranks(devices, RankRequest(settings=user_config.set_fields(), options=options))
-    return training_run.train(user_config, options)
+    return training_run.train(user_config, options, callbacks=callbacks)
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    data: str | os.PathLike[str] | None = None,
+    *,
+    split: str = "val",
+    device: str | None = None,
+    batch_size: int = 8,
+) -> "Metrics":
+    """The COCO metrics of a run's best weights, as `stoker eval` prints them: `load(run).evaluate(data)`."""
+    from stoker.inference.model import load
+
+    return load(run, device=device).evaluate(data, split=split, batch_size=batch_size)
+
+
+def export(
+    run: str | os.PathLike[str], *, format: str = "onnx", out: str | os.PathLike[str] | None = None, **options: Any
+) -> Path:
+    """Writes a trained model as a file that needs no stoker, as `stoker export` does: `load(run).export()`."""
+    from stoker.inference.model import load
+
+    return load(run, device="cpu").export(format, out=out, **options)
 
 
 def check(

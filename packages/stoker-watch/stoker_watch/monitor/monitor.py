@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -55,13 +55,17 @@ def monitoring(
     log: Literal["text", "json"] = "text",
     log_file: TextIO | None = None,
     say: Callable[[str], object] = lambda _: None,
+    callbacks: Sequence[Callable[[RecordLine], object]] = (),
 ) -> Iterator[None]:
     """Monitors the run inside the block, and reads its records once more at the end. stop: ends the run as a signal
-    does; say: prints a line about each alert. Raises ConfigError before anything starts, if an option is not valid."""
+    does; say: prints a line about each alert; callbacks: called with each record. Raises ConfigError before anything
+    starts, if an option is not valid."""
     options.validate()
     with contextlib.ExitStack() as stack:
         alerts = Alerts(options.rules(), time.time())
-        sinks: dict[str, Callable[[RecordLine], None]] = {}
+        sinks: dict[str, Callable[[RecordLine], object]] = {
+            f"callback {number}": callback for number, callback in enumerate(callbacks, 1)
+        }
         if options.alert:
             delivery = Delivery(folder, options, alerts, stop, say)
             stack.callback(delivery.close)
@@ -293,7 +297,7 @@ class Follower:
 
 
 def _pass_on_lines(
-    folder: RunFolder, follower: Follower, sinks: dict[str, Callable[[RecordLine], None]], stopped: threading.Event
+    folder: RunFolder, follower: Follower, sinks: dict[str, Callable[[RecordLine], object]], stopped: threading.Event
 ) -> None:
     """Passes new lines to the sinks, once more after `stopped` is set."""
     is_last = failed = False

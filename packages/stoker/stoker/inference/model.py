@@ -106,23 +106,45 @@ class Model:
 
     @overload
     def predict(
-        self, images: ImageInput, *, bgr: bool = ..., stream: Literal[False] = ..., **options: Unpack[PredictOptions]
+        self,
+        images: ImageInput | None = ...,
+        *,
+        source: ImageInput | None = ...,
+        bgr: bool = ...,
+        stream: Literal[False] = ...,
+        **options: Unpack[PredictOptions],
     ) -> list[Prediction]: ...
     @overload
     def predict(
-        self, images: ImageInput, *, bgr: bool = ..., stream: Literal[True], **options: Unpack[PredictOptions]
+        self,
+        images: ImageInput | None = ...,
+        *,
+        source: ImageInput | None = ...,
+        bgr: bool = ...,
+        stream: Literal[True],
+        **options: Unpack[PredictOptions],
     ) -> Iterator[Prediction]: ...
     def predict(
-        self, images: ImageInput, *, bgr: bool = False, stream: bool = False, **options: Unpack[PredictOptions]
+        self,
+        images: ImageInput | None = None,
+        *,
+        source: ImageInput | None = None,
+        bgr: bool = False,
+        stream: bool = False,
+        **options: Unpack[PredictOptions],
     ) -> list[Prediction] | Iterator[Prediction]:
         """The detections in each image, in order; a single image gives a list of one. `model(images)` is the same.
 
-        bgr: arrays and tensors are BGR, as OpenCV reads images. stream: give an iterator, for inputs that do not fit
-        into memory together and for videos, of which each frame is an image; it reads some 4 batches ahead.
+        source: another name of `images`. bgr: arrays and tensors are BGR, as OpenCV reads images. stream: give an
+        iterator, for inputs that do not fit into memory together and for videos, of which each frame is an image; it
+        reads some 4 batches ahead.
 
         Raises DataError for an image that cannot be read, UsageError for what is no image or a number out of range.
         """
-        sources = _iter_sources(images, bgr=bgr, stream=stream)
+        given = source if images is None else images
+        if given is None or (images is not None and source is not None):
+            raise UsageError("predict() takes images.", fix='model.predict("street.jpg"), or source="street.jpg"')
+        sources = _iter_sources(given, bgr=bgr, stream=stream)
         predictions = self._detect(options, sources if stream else list(sources), raise_errors=True)
         return predictions if stream else list(predictions)
 
@@ -240,6 +262,19 @@ class Model:
         )
         with contextlib.closing(batches):
             return compute_metrics(gt, detect(self._detector, batches, self._device, precision=self._precision))
+
+    def export(self, format: str = "onnx", *, out: str | os.PathLike[str] | None = None, **options: Any) -> Path:
+        """Writes the model as a file that needs no stoker, checks it against this model, and returns its path.
+
+        options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images`, as `stoker export` has them
+        (docs/export.md). Raises ParityError if its detections differ, PreflightError without a package, UsageError.
+        """
+        from stoker.export.write import export_model  # takes time, and few programs export
+
+        path = None if out is None else Path(out)
+        source = self.source if self.source.is_dir() else self.weights
+        lines = list(export_model(source, format=format, out=path, **options))
+        return Path(lines[0].rpartition(" (")[0])
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None, trust_file: bool = False) -> Model:

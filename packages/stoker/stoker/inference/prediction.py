@@ -150,6 +150,10 @@ class Prediction:
         """The image with boxes, RGB; small images are enlarged. Raises as `load_image`."""
         return draw_boxes(self.load_image(), self.detections, self._class_names)
 
+    def plot(self) -> NDArray[np.uint8]:
+        """The same as pixels, uint8 [h, w, 3], BGR as OpenCV takes them and `plot` of Ultralytics gives them."""
+        return np.ascontiguousarray(np.asarray(self.draw())[..., ::-1])
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the image with boxes, in the format of the file's suffix. Raises UsageError for another suffix,
         StorageError."""

@@ -2,8 +2,9 @@
 
 Weights, optimizer, EMA and the order of the images continue from the last checkpoint. The schedule begins again for
 what is added: the learning rate rises from its end to its peak and falls once more, and strong augmentation is used
-until its last part. At the rate at which a schedule ends, further steps change next to nothing: of 300 steps on BCCD with
-300 more (two seeds, AP 0.389 before), the full peak made 0.422, a third of it 0.406, a tenth 0.395; 600 at once 0.433.
+until its last part. At the rate at which a schedule ends, further steps change next to nothing: of 300 steps on BCCD
+with 300 more (two seeds, AP 0.389 before), the full peak made 0.422, a third of it 0.406, a tenth 0.395; 600 at once
+0.433.
 The new length, and
 the peak if one is given, become the run's settings; the event `resumed` says since when (`extended`).
 """

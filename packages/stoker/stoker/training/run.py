@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,6 +37,7 @@ from stoker.training.state import TrainSetup
 from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import Preempted, StokerError
+from stoker_watch.monitor.alerts import RecordLine
 from stoker_watch.monitor.monitor import monitoring
 from stoker_watch.recording.own_stacks import TrainingStacks
 from stoker_watch.recording.run_writer import exit_code_for
@@ -57,6 +58,7 @@ def train(
     started_s: float | None = None,
     exit_when_hung: bool = False,
     after_evaluation: Callable[[], str | None] | None = None,
+    callbacks: Sequence[Callable[[RecordLine], object]] = (),
 ) -> Result:
     """Trains until the requested length is reached.
 
@@ -75,7 +77,7 @@ def train(
         finished = run_selection.find_finished(user_config, options.run_dir, options.resume)
     with joined(place, finished) as ranks, stop_on_signals() as stop_request, contextlib.ExitStack() as stack:
         stop_request.after_evaluation = after_evaluation
-        run = _OpenRun(options, ranks, stop_request, stack)
+        run = _OpenRun(options, ranks, stop_request, stack, callbacks)
         run.open(user_config)
         return run.train(started_s, os._exit if exit_when_hung else None)
 
@@ -89,8 +91,14 @@ class _OpenRun:
     """Messages for the run's events."""
 
     def __init__(
-        self, options: TrainOptions, ranks: Ranks, stop_request: StopRequest, stack: contextlib.ExitStack
+        self,
+        options: TrainOptions,
+        ranks: Ranks,
+        stop_request: StopRequest,
+        stack: contextlib.ExitStack,
+        callbacks: Sequence[Callable[[RecordLine], object]] = (),
     ) -> None:
+        self.callbacks = callbacks
         self.options, self.ranks, self.stop_request, self.stack = options, ranks, stop_request, stack
         output: TextIO | None = sys.stderr if options.log_format == "json" else None
         if not ranks.is_main:  # rank 0 has the terminal
@@ -151,7 +159,12 @@ class _OpenRun:
             if self.ranks.is_main:
                 stop = functools.partial(self.stop_request.request, "an alert")
                 watch = monitoring(
-                    self.folder, self.options.monitor, stop=stop, log=self.options.log_format, say=self.screen.warning
+                    self.folder,
+                    self.options.monitor,
+                    stop=stop,
+                    log=self.options.log_format,
+                    say=self.screen.warning,
+                    callbacks=self.callbacks,
                 )
                 self.stack.enter_context(watch)
             vertex = vertex_folders() if self.ranks.is_main else VertexFolders()
