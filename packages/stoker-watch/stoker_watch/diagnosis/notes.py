@@ -68,6 +68,13 @@ def no_step_output(run: RunRecords, kind: NoteKind) -> Values | None:
     return {"wall_s": run.totals.wall_s}
 
 
+def hardly_begun(run: RunRecords, kind: NoteKind) -> Values | None:
+    usual, steps = run.facts.get("usual_steps"), run.totals.step
+    if not isinstance(usual, int) or not 0 < steps < kind.threshold("max_fraction") * usual:
+        return None
+    return {"steps": steps, "usual": usual}
+
+
 def predicted_step(run: RunRecords, kind: NoteKind) -> Values | None:  # noqa: ARG001 (all notes take it)
     predicted_s, error = run.facts.get("predicted_step_s"), run.facts.get("predicted_step_error")
     compute_s = run.steady.phases.get("compute", 0.0)
@@ -84,8 +91,8 @@ def damaged_events(run: RunRecords, kind: NoteKind) -> Values | None:  # noqa: A
 
 
 _NOTES = (
-    unattributed_time, telemetry_mismatch, cold_cache, intentional_idle, no_telemetry, no_step_output, predicted_step,
-    damaged_events,
+    unattributed_time, telemetry_mismatch, cold_cache, intentional_idle, no_telemetry, no_step_output, hardly_begun,
+    predicted_step, damaged_events,
 )  # fmt: skip
 NOTES = tuple((find_note(note.__name__), note) for note in _NOTES)
 

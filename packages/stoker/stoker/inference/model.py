@@ -45,6 +45,7 @@ from stoker.models.layers.postprocess import PRE_NMS_TOP_N, DetectorProtocol
 from stoker.models.weights import model_file
 from stoker_watch.errors import DataError, UsageError, WeightsError, did_you_mean, make_error, nearest
 from stoker_watch.hardware.cgroup import host_cores
+from stoker_watch.report.format import plural
 from stoker_watch.runs.evaluation import Metrics
 from stoker_watch.runs.records import CONFIG
 
@@ -304,6 +305,10 @@ def load(run: str | os.PathLike[str], *, device: str | None = None, trust_file: 
         model, metadata = (model_file.load_pretrained if is_name else model_file.load_model)(weights)
         detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
     conf, origin = DEFAULT_CONF, "the default: the weights have no evaluation"
+    if metadata.ap is not None:
+        origin = (
+            f"the default: AP is {metadata.ap:.3g} after {plural(metadata.step or 0, 'step')}, and no score is best"
+        )
     if metadata.threshold is not None:  # scores must be above the minimum, and this is itself that of a detection
         conf, origin = max(0.0, math.ceil(metadata.threshold * 1e4 - 1) / 1e4), "the best F1 in the evaluation"
     names, size = metadata.class_names, metadata.image_size

@@ -13,6 +13,7 @@ weights, and the continued run computes its metrics first.
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -43,6 +44,8 @@ from stoker_watch.errors import WeightsError
 from stoker_watch.runs.evaluation import Metrics
 from stoker_watch.runs.records import BEST, EVALUATION, THUMBNAILS
 
+MAX_COST = 0.1
+"""Fraction of the time that evaluations may take where the user set no interval."""
 SIGNAL_POLL_S = 0.1
 """Longest delay until a signal is handled while metrics are awaited."""
 
@@ -91,7 +94,11 @@ def _read_ap(file: Path) -> float:
 class Evaluator:
     """The evaluations of a training. Called by the training thread only."""
 
-    def __init__(self, context: LoopContext, recorder: Recorder, stopper: Stopper) -> None:
+    def __init__(
+        self, context: LoopContext, recorder: Recorder, stopper: Stopper, *, adapts_interval: bool = False
+    ) -> None:
+        """adapts_interval: the user set none; evaluations then take MAX_COST of the time at most."""
+        self._adapts_interval = adapts_interval
         setup, run = context.setup, context.setup.config.run
         self._context, self._setup, self._parallel, self._ledger = context, setup, context.parallel, context.ledger
         self._recorder, self._stopper = recorder, stopper
@@ -165,6 +172,7 @@ class Evaluator:
         """Runs the EMA weights on the validation split and starts computing the metrics in the background. Waits for
         the metrics if `wait`, or if they could end the run (`patience`)."""
         setup, parallel, step = self._setup, self._parallel, self._setup.state.step
+        start_s = time.perf_counter()
         self.collect()
         if self._metrics is None:
             self._context.hang_detector.allow_silence(2)  # the first batch chooses kernels, as the first step does
@@ -174,6 +182,8 @@ class Evaluator:
             self._stopper.check_in_evaluation(is_last=True)
             parts = setup.ranks.gather(detected)
         self.trigger.reset()
+        if self._adapts_interval and self.trigger.interval_s:
+            self.trigger.interval_s = max(self.trigger.interval_s, (time.perf_counter() - start_s) / MAX_COST)
         parallel.after_evaluation()
         with self._ledger.phase("checkpoint"):
             ema_weights = parallel.take_snapshot({}, ap=None)

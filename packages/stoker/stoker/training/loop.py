@@ -19,6 +19,7 @@ import msgspec
 
 from stoker.report.terminal import Screen
 from stoker.training.checkpoint import LoadedCheckpoint
+from stoker.training.defaults.derive import usual_length
 from stoker.training.evaluator import Evaluator
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
@@ -36,6 +37,8 @@ from stoker_watch.recording.telemetry.sampler import TelemetrySampler
 from stoker_watch.runs.evaluation import Metrics
 from stoker_watch.runs.records import BEST, FINAL
 
+HARDLY_BEGUN = 0.2
+"""Fraction of the usual length below which scores say little (heuristic: the rate is near its peak then)."""
 MAX_COST = 0.01
 """Fraction of the time that saves may cost where the user set no interval."""
 WRITE_FACTOR = 2.0
@@ -60,12 +63,12 @@ class Training:
         *,
         trace: bool = False,
         on_hang: Callable[[int], object] | None = None,
-        adapts_interval: bool = False,
+        adapted: frozenset[str] = frozenset(),
         stop_stacks: Callable[[], object] = lambda: None,
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
         Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
-        only recorded; adapts_interval: the user set no interval of checkpoints; stop_stacks: ends their sampling."""
+        only recorded; adapted: settings of intervals that the user did not set; stop_stacks: ends their sampling."""
         self.setup, self.state, self.log_event = setup, setup.state, log_event
         self.on_hang, self.stop_stacks = on_hang, stop_stacks
         self.ledger = Ledger(setup.device.make_clock(), start_s=started_s, ranges=setup.device.make_nvtx_ranges())
@@ -80,9 +83,9 @@ class Training:
         self.recovery = Recovery(setup, log_event)
         self.recorder = Recorder(self.context, self.recovery)
         self.stopper = Stopper(self.context, stop_request, HostMemoryGuard(setup.loader, log_event))
-        self.evaluator = Evaluator(self.context, self.recorder, self.stopper)
+        self.evaluator = Evaluator(self.context, self.recorder, self.stopper, adapts_interval="eval_every" in adapted)
         self.owners = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.context, self.owners, self.evaluator, adapts_interval=adapts_interval)
+        self.saver = Saver(self.context, self.owners, self.evaluator, adapts_interval="checkpoint_every" in adapted)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: self.recovery.restore(self.owners, loaded))
@@ -107,9 +110,20 @@ class Training:
                 run = setup.folder.path
                 raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
         log_measured_steps(setup, self.log_event)
+        self.say_if_hardly_begun()
         step, found = self.state.step, {"metrics": msgspec.to_builtins(metrics), "trained_s": self.state.trained_s}
         setup.folder.event("finished", f"{step:,} steps", step=step, **found)
         return metrics
+
+    def say_if_hardly_begun(self) -> None:
+        """A line about a training that is much shorter than data of this size usually need."""
+        setup, run = self.setup, self.setup.config.run
+        usual = usual_length(setup.config.model, len(setup.train_indices), run.batch_size)[1]
+        if setup.ranks.is_main and self.state.step < HARDLY_BEGUN * usual:
+            text = (
+                f"trained for {self.state.step:,} steps of about {usual:,} that such a training takes: its scores say "
+            )
+            self.log_event("info", f"{text}little yet; `stoker train --resume {setup.folder.path} --epochs N` goes on")
 
     def train_to_the_end(self) -> Metrics | None:
         """Does all steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""

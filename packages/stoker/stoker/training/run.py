@@ -180,7 +180,7 @@ class _OpenRun:
                 training = Training(
                     setup, loaded, self.screen, self.stop_request, started_s, self.log_event,
                     trace=self.options.trace, on_hang=on_hang, stop_stacks=self.stacks.stop,
-                    adapts_interval="checkpoint_every" in self.resolved.reasons,
+                    adapted=frozenset(self.resolved.reasons),
                 )  # fmt: skip
                 loaded = None  # its memory is free from here on
                 metrics = training.run()

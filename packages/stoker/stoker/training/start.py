@@ -37,7 +37,7 @@ from stoker.preflight.short import as_error, quick_findings, require_meant_devic
 from stoker.training import checkpoint
 from stoker.training.cluster import Devices
 from stoker.training.defaults.checks import check_devices, warn_few_queries, warn_oversized_boxes, warn_random_weights
-from stoker.training.defaults.derive import derive, total_steps
+from stoker.training.defaults.derive import derive, total_steps, usual_length
 from stoker.training.defaults.model_choice import Fetch
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.extension import plan_extension
@@ -257,6 +257,7 @@ def make_setup(
 def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
     """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name:
     `median_pixels` of the training images, if their sizes are known; `pretrained`: weights that exist for the model;
+    `usual_steps`: of the default length;
     for models with anchors `anchor_coverage`, the fraction of boxes that an anchor at their center covers with
     COVERED_IOU, and, if that is low, better `anchor_sizes`."""
     train_indices = index.image_indices("train")
@@ -264,6 +265,7 @@ def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
         "num_images": len(train_indices),
         "boxes": int((index.offsets[train_indices + 1] - index.offsets[train_indices]).sum()),
         "pretrained": sorted(models.get_architecture(config.model.model).urls),
+        "usual_steps": usual_length(config.model, len(train_indices), config.run.batch_size)[1],
     }
     areas = index.original_size[train_indices].astype(np.float64).prod(1)
     if (areas > 0).any():

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config.architectures import PRETRAINED_NAMES
-from stoker.config.settings import SECTION_OF, Config, check_config, read_recipes, setting_rows
+from stoker.config.settings import SECTION_OF, Config, ModelSettings, check_config, read_recipes, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import pixel_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -437,12 +437,17 @@ def derive_ema_decay(known: Derivation) -> Choice:
 
 def _default_length(known: Derivation, batch_size: int) -> tuple[int, int]:
     """(epochs, steps), which are more or fewer than the epochs if these were too short or too long."""
-    if known.arch.recipe == "tiny":
+    return usual_length(known.config.model, known.num_images, batch_size)
+
+
+def usual_length(model: ModelSettings, num_images: int, batch_size: int) -> tuple[int, int]:
+    """(epochs, steps) of the default length for a model and so many images: what a training of them usually takes."""
+    if get_architecture(model.model).recipe == "tiny":
         epochs = TINY_EPOCHS
     else:
-        epochs = EPOCHS * (FROM_SCRATCH_FACTOR if known.config.model.weights == "none" else 1)
+        epochs = EPOCHS * (FROM_SCRATCH_FACTOR if model.weights == "none" else 1)
     max_steps = MAX_IMAGES_SEEN * epochs // EPOCHS // batch_size
-    return epochs, min(max_steps, max(MIN_STEPS, round(epochs * known.num_images / batch_size)))
+    return epochs, min(max_steps, max(MIN_STEPS, round(epochs * num_images / batch_size)))
 
 
 def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
