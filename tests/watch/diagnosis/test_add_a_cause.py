@@ -45,6 +45,11 @@ def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(source[source.index("def ") :].splitlines()) <= 15
 
 
+def test_a_row_without_its_rule_is_a_sentence() -> None:
+    with pytest.raises(LookupError, match=r"\[parsed_again\], and no file of causes/ .* write it, and add a new file"):
+        engine._rule_of("parsed_again")
+
+
 def test_the_files_of_the_guide_exist() -> None:
     root = GUIDE.parents[1]
     named = re.findall(r"`((?:stoker_watch|tests)/[\w/]+\.(?:py|toml))`", GUIDE.read_text())

@@ -27,9 +27,20 @@ from stoker_watch.storage.local_files import write_atomic
 
 _TOPICS = (input, steps, learning, mistakes, memory, host, hang, overhead, gpu)
 _RULES_BY_NAME = {name: rule for topic in _TOPICS for name, rule in vars(topic).items()}
-RULES: tuple[tuple[Cause, Callable[..., object]], ...] = tuple(
-    (find_cause(id), _RULES_BY_NAME[id]) for id in cause_ids()
-)
+
+
+def _rule_of(id: str) -> Callable[..., object]:
+    """The function of a row of causes.toml. Raises LookupError with what is missing."""
+    if id not in _RULES_BY_NAME:
+        files = ", ".join(topic.__name__.rpartition(".")[2] for topic in _TOPICS)
+        raise LookupError(
+            f"causes.toml has a row [{id}], and no file of causes/ that the engine imports ({files}) has a function "
+            f"{id}: write it, and add a new file to _TOPICS in {__name__} (docs/add-a-cause.md)"
+        )
+    return _RULES_BY_NAME[id]
+
+
+RULES: tuple[tuple[Cause, Callable[..., object]], ...] = tuple((find_cause(id), _rule_of(id)) for id in cause_ids())
 """Of a cause that explains costs: (the run, a cost) → Explanation or None; of another one: (the run, its row) → Finding
 or None. Both are pure functions; None also where a record that the rule needs is missing."""
 CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}

@@ -423,7 +423,8 @@ def explain_log(path: Path) -> LogExplanation:
     ]
     if size_bytes > MAX_OUTPUT_BYTES:
         not_known.append(f"the log before its last {fmt.size(MAX_OUTPUT_BYTES)}")
-    lines = sum(bool(line.text.strip()) for line in output)
+    last = next((line for line in reversed(output) if line.text.strip()), None)
+    lines = 0 if last is None else int(last.source.rpartition(":")[2])
     return LogExplanation(log=str(path), size_bytes=size_bytes, lines=lines, findings=findings, not_known=not_known)
 
 

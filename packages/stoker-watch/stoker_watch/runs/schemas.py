@@ -167,7 +167,7 @@ Mistake = dict[str, str | bool | Finite]
 _Facts = TypedDict("_Facts", {
     "num_images": Count, "boxes": Count, "pretrained": list[str], "median_pixels": Amount, "anchor_coverage": Fraction,
     "anchor_sizes": list[Amount], "predicted_step_s": Amount, "predicted_step_error": Amount, "recompiled": str,
-    "recompiled_why": str, "growth": list[Holder], "mistakes": list[Mistake],
+    "recompiled_why": str, "growth": list[Holder], "mistakes": list[Mistake], "usual_steps": Positive,
 }, total=False)  # fmt: skip
 _Job = TypedDict("_Job", {"pid": Positive, "start_ticks": Count, "boot": str})
 _Kernels = TypedDict("_Kernels", {"convs": bool, "loss": bool})
@@ -180,17 +180,18 @@ SettingsData = TypedDict("SettingsData", {
 }, total=False)  # fmt: skip
 """What is read of the settings of a run, in its config.toml and in the event `resumed`."""
 _Restart = TypedDict("_Restart", {"oom_kills": Count}, total=False)
+_Extended = TypedDict("_Extended", {"step": Count, "trained_s": Amount, "before": str, "after": str}, total=False)
 _Metrics = TypedDict("_Metrics", {"ap": Fraction | None, "boxes": Count}, total=False)
 EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
     "coverage": dict[str, str], "damaged": str, "detached": bool, "empty_inputs": list[str],
     "eval_batch_size": Positive,
-    "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "facts": _Facts, "gpu": Count,
+    "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "extended": _Extended, "facts": _Facts, "gpu": Count,
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
-    "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": bool,
-    "suggested_lr": Amount, "traceback": list[str], "workers": Count, "write_s": Amount, "xid": Count,
+    "recording_ended": str, "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": bool,
+    "suggested_lr": Amount, "traceback": list[str], "trained_s": Amount, "workers": Count, "write_s": Amount, "xid": Count,
 }, total=False)  # fmt: skip
 """What is read of the data of events, which others may have written; a test finds readers of other keys."""
 

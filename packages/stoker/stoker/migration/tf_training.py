@@ -137,7 +137,8 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
     scheduler = "exponential" if final < math.sqrt(END_OF_SCHEDULE) else "constant"
     status: Status = "exact" if final == 1.0 and steps else "substitute"
     ending = "falls smoothly to 1 % of the peak over the length" if scheduler == "exponential" else "does not fall"
-    note = f"there, the learning rate falls to {100 * final:.3g} % of the peak in this training; here it {ending}"
+    falls = "does not fall" if final == 1.0 else f"falls to {100 * final:.3g} % of the peak"
+    note = f"there, the learning rate {falls} in this training; here it {ending}"
     for name in ("decay_steps", "decay_factor", *(["staircase"] if chosen.has("staircase") else [])):
         account.carry(chosen, name, status, {"lr_scheduler": scheduler}, note)
     burn_in = int(chosen.number("burnin_steps", 0))
