@@ -97,6 +97,7 @@ total        1 h 06 min     100 %  4.00
 
 Optimizer steps took 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
 22 %, cost 0.88 (the training waited for input).
+Goodput: productive 75 %, data_loading_sync 22 %, program_startup 2.5 %, wasted_progress_from_disruption 0.5 %
 
 critical Cause 1 (14 min 40 s lost, cost 0.88)
          a number  [steps.jsonl: phases]

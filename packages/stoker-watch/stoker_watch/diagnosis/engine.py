@@ -26,7 +26,9 @@ from stoker_watch.runs.schemas import Probe
 from stoker_watch.storage.local_files import write_atomic
 
 _TOPICS = (input, steps, learning, mistakes, memory, host, hang, overhead, gpu)
-_RULES_BY_NAME = {name: rule for topic in _TOPICS for name, rule in vars(topic).items()}
+_RULES_BY_NAME: dict[str, Callable[..., object]] = {
+    name: rule for topic in _TOPICS for name, rule in vars(topic).items()
+}
 
 
 def _rule_of(id: str) -> Callable[..., object]:

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from stoker_watch.errors import ConfigError, make_error
 from stoker_watch.monitor.alerts import MEASURED, RecordLine
 from stoker_watch.runs.schemas import DeviceSample, StepWindow
+from stoker_watch.runs.totals import goodput
 
 MAX_CONNECTIONS = 8
 """At once; others are closed unanswered. Prometheus opens one, and few people watch a run by hand."""
@@ -67,6 +68,8 @@ class Exporter(Collector):
         with self._lock:
             text = "device-seconds of rank 0 by phase of the ledger"
             yield self._metric(Counter, "phase_seconds", text, self._phases, "phase")
+            text = "device-seconds of rank 0, goodput (productive) and badput as ml-goodput-measurement names it"
+            yield self._metric(Counter, "goodput_seconds", text, goodput(self._phases), "kind")
             yield self._metric(Counter, "steps", "optimizer steps", {"": self._steps})
             if self._images:  # else they are not counted
                 yield self._metric(Counter, "images", "images trained on, by all ranks", {"": self._images})

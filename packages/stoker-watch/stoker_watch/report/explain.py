@@ -42,7 +42,7 @@ from stoker_watch.report.findings_terminal import explain_line, finding_lines, i
 from stoker_watch.report.sizing import advise_sizing, read_environment, resource_usage
 from stoker_watch.runs import records
 from stoker_watch.runs.schemas import LOOP_IN_STEP, Event, Probe
-from stoker_watch.runs.totals import Totals
+from stoker_watch.runs.totals import Totals, goodput
 from stoker_watch.storage.uri import display_path, is_uri
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
@@ -53,6 +53,7 @@ class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: dict[str, str]
     probes: dict[str, str]
     error_types: dict[str, tuple[str, str]]
+    goodput: dict[str, list[str]]
 
 
 _WORDS = msgspec.convert(read_toml("report_words.toml"), _Words)
@@ -140,6 +141,7 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     price_range: Price | None = None
     phases: list[PhaseTime]
     productive_fraction: float | None
+    goodput: dict[str, float] = {}
     largest_loss: PhaseTime | None
     findings: list[Finding]
     places: list[PlaceTime] = []
@@ -225,6 +227,11 @@ def explain_run(
         price_range=price_range,
         phases=phases,
         productive_fraction=totals.phases.get("compute", 0.0) / totals.device_s if is_timed else None,
+        goodput={
+            name: duration_s / totals.device_s for name, duration_s in goodput(totals.phases).items() if duration_s > 0
+        }
+        if is_timed
+        else {},
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
         places=_places(run_records) or ([] if findings else _places_without_steps(run_records)),
@@ -430,6 +437,9 @@ def explain_log(path: Path) -> LogExplanation:
 
 # Terminal
 
+PRODUCTIVE = "productive"
+MIN_GOODPUT = 0.005
+"""Fraction of the time from which a kind of badput is named."""
 MAX_PLACES = 5
 """Places that are shown."""
 MAX_FINDINGS = 5
@@ -443,7 +453,7 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
     """Prints to `file`, default stdout."""
     renderables: list[RenderableType] = [facts(_facts(explanation)), ""]
     if explanation.phases:
-        renderables += [_phase_table(explanation), "", _verdict(explanation)]
+        renderables += [_phase_table(explanation), "", _verdict(explanation), *_goodput_line(explanation)]
     else:
         renderables.append("No time is recorded yet: the run has not reached its first step.")
     if explanation.phases or explanation.findings or explanation.sizing_advice or explanation.probes:
@@ -499,6 +509,14 @@ def _verdict(explanation: RunExplanation) -> str:
         return f"The fraction of time in optimizer steps is not known: {reason}."
     trained = f"Optimizer steps took {fmt.percentage(explanation.productive_fraction)} of the time."
     return f"{trained} {explanation.verdict()}".rstrip()
+
+
+def _goodput_line(explanation: RunExplanation) -> Iterator[RenderableType]:
+    """Goodput, and badput by its kinds, the largest first: what dashboards of fleets compare."""
+    shown = sorted(explanation.goodput.items(), key=lambda item: (item[0] != PRODUCTIVE, -item[1]))
+    if shown:
+        text = ", ".join(f"{name} {fmt.percentage(fraction)}" for name, fraction in shown if fraction >= MIN_GOODPUT)
+        yield plain_text(f"Goodput: {text}", "dim")
 
 
 def _details(explanation: RunExplanation) -> Iterator[RenderableType]:

@@ -186,12 +186,14 @@ EventData = TypedDict("EventData", {
     "alert_delivery": bool, "best_ap": Annotated[float, msgspec.Meta(ge=-1, le=1)], "count": Count,
     "coverage": dict[str, str], "damaged": str, "detached": bool, "empty_inputs": list[str],
     "eval_batch_size": Positive,
-    "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "extended": _Extended, "facts": _Facts, "gpu": Count,
+    "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "extended": _Extended,
+    "facts": _Facts, "gpu": Count,
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
-    "recording_ended": str, "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive, "storage": bool,
-    "suggested_lr": Amount, "traceback": list[str], "trained_s": Amount, "workers": Count, "write_s": Amount, "xid": Count,
+    "recording_ended": str, "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive,
+    "storage": bool, "suggested_lr": Amount, "traceback": list[str], "trained_s": Amount, "workers": Count,
+    "write_s": Amount, "xid": Count,
 }, total=False)  # fmt: skip
 """What is read of the data of events, which others may have written; a test finds readers of other keys."""
 

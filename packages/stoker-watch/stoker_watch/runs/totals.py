@@ -1,9 +1,10 @@
 """Sums over the records of a run, of all its attempts and ranks. The records themselves: `records.py`."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stoker_watch.knowledge import read_toml
 from stoker_watch.runs.records import RANKS
 from stoker_watch.runs.schemas import StepWindow
 
@@ -136,3 +137,14 @@ def split_by_interval(start: float, end: float, width: float) -> Iterator[tuple[
         overlap = min(end, (number + 1) * width) - max(start, number * width)
         if overlap > 0:
             yield number, overlap / (end - start)
+
+
+def goodput(phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by the names of ml-goodput-measurement, of seconds by phase; those of phases that no name has are
+    `other`."""
+    names = {phase: name for name, of_name in read_toml("report_words.toml")["goodput"].items() for phase in of_name}
+    sums: dict[str, float] = {}
+    for phase, duration_s in phases.items():
+        name = names.get(phase, "other")
+        sums[name] = sums.get(name, 0.0) + duration_s
+    return sums
