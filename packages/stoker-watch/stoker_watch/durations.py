@@ -54,6 +54,7 @@ def join_length(fields: dict[str, Any]) -> dict[str, Any]:
         text = f"{value}min" if isinstance(value, int | float) else str(value)
         if text.strip().replace(".", "", 1).isdigit() or parse_duration(text, "max-time").unit != "minutes":
             raise ConfigError(f"--max-time {value!r} is not a time.", choices=("90s", "30min", "2h"))
+        text = str(parse_duration(text)) if "s" in text else text
     else:
         number = f"{value:g}" if type(value) in (int, float) else str(value)
         text = f"{number}ep" if name == "epochs" else str(value)

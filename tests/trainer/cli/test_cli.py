@@ -90,7 +90,7 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         (["report", "nowhere", "--json", "--out", "x.html"], 2, ["--json prints", "> FILE"]),
         (["eval", "nowhere"], 3, ["nowhere"]),
         (["predict", "nowhere", str(PHOTO)], 3, ["nowhere"]),
-        (["predict", "dfine_x", "x.jpg"], 2, ["no images", "x.jpg"]),  # before weights are downloaded
+        (["predict", "dfine_x", "x.jpg"], 2, ["no file or folder", "x.jpg"]),  # before weights are downloaded
     ],
 )
 def test_errors_say_what_to_do(tmp_path: Path, stoker: Run, arguments: list[str], code: int, words: list[str]):

@@ -117,7 +117,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert sheet.width == 8 + PAIRS_PER_ROW * (2 * CELL_SIZE + 2 + 8)
 
     assert run(monkeypatch, data, "--split", "val") == 0
-    assert "preview.jpg: 2 images of val, 24 times in all, each plain" in capsys.readouterr().out
+    assert "preview-2.jpg: 2 images of val, 24 times in all, each plain" in capsys.readouterr().out
 
     assert run(monkeypatch, data, "--model", "ember_n", "--epochs", "100", "--batch-size", "2") == 0
     assert "seen about 100 times" in capsys.readouterr().out

@@ -203,14 +203,14 @@ def test_what_is_not_found_is_named_with_what_would_be_read(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     for place, what in (
-        ("gone.jpg", "There are no images at 'gone.jpg'."),
+        ("gone.jpg", "There is no file or folder 'gone.jpg'."),
         ("empty", "There are no images at 'empty'."),
         ("empty/*.jpg", "There are no images at 'empty/*.jpg'."),
     ):
         with pytest.raises(UsageError) as caught:
             find_images([place])
         assert caught.value.what == what
-        assert ".jpeg" in str(caught.value)
+        assert (".jpeg" in str(caught.value)) == (place != "gone.jpg")
 
 
 def digest(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,9 @@ from cyclopts import App, Parameter
 from stoker.config.settings import Config, DataSettings, check_config, from_fields
 from stoker_watch.cli import described, show
 from stoker_watch.printable import print_text
+
+PREVIEW = Path("preview.jpg")
+"""The sheet of `preview` without --out; a later one gets the next free number."""
 
 data_app = App(
     name="data",
@@ -150,7 +154,7 @@ def preview(
     /,
     *,
     settings: Annotated[DataSettings, Parameter(name="*", group="Data")] = DataSettings(),  # noqa: B008  # frozen
-    out: Path = Path("preview.jpg"),
+    out: Path = PREVIEW,
     split: str = "train",
     count: int = 24,
     seed: int = 0,
@@ -191,6 +195,9 @@ def preview(
     sheet = make_preview(
         index, image_indices, config.data, seed=seed, num_images=count, workers=host_cores(), on_quarantine=warn
     )
+    if out == PREVIEW:  # not asked for by this name: an earlier sheet stays
+        numbered = (out.with_stem(f"{out.stem}-{number}") for number in itertools.count(2))
+        out = next(path for path in itertools.chain([out], numbered) if not path.exists())
     save_image(sheet, out)
     print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
     repeats = f", {count} times in all" if count > len(image_indices) else ""

@@ -86,6 +86,8 @@ def find_images(
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
             what, full_path = f"There are no images at {display_path(path)!r}.", display_path(Path.cwd() / path)
+            if not path.exists() and not glob.has_magic(str(path)):
+                raise UsageError(f"There is no file or folder {display_path(path)!r}.", location=full_path)
             fix = "name image files, a folder with such files, or a pattern in quotes"
             raise UsageError(what, location=full_path, choices=suffixes, fix=fix)
         for image_path in included:

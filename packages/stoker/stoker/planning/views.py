@@ -15,8 +15,8 @@ from stoker_watch.report import format as fmt
 from stoker_watch.report.console import plain_text, print_renderables
 
 _LIMITS = {"memory": "memory bandwidth", "launches": "kernel launches"}
-MAX_ROWS = 12
-"""Machines that are printed; `--json` has all."""
+MAX_NAMED, MAX_ROWS = 12, 5
+"""So many machines are all printed, as they were named; of more, those between which a choice is. `--json` has all."""
 
 
 def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = None) -> None:
@@ -24,16 +24,23 @@ def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = No
 
 
 def choose_rows(plan: Plan) -> list[int]:
-    """The rows that are printed, by cost: the choice, this machine, those that no other beats, the cheapest others."""
+    """The rows that are printed, by cost: of many, the choice, this machine, those that none beats in cost and time,
+    and the cheapest of each other GPU, as its band may hide a better one."""
     rows = plan.rows
     order = sorted(range(len(rows)), key=lambda k: (bool(rows[k].problem), getattr(rows[k].cost, "expected", math.inf)))
+    if len(rows) <= MAX_NAMED:
+        return order
     first = [k for k in order if k == plan.recommendation.choice or rows[k].machine == THIS_MACHINE]
     fastest_s = math.inf
     for k in order:
         if not rows[k].problem and rows[k].cost is not None and rows[k].duration_s.expected < fastest_s:
             fastest_s = rows[k].duration_s.expected
             first.append(k)
-    chosen = list(dict.fromkeys([*first, *order]))[:MAX_ROWS]
+    kinds = {rows[k].accelerator: k for k in reversed(order) if not rows[k].problem}
+    others = [
+        k for k in order if k in kinds.values() and rows[k].accelerator not in {rows[n].accelerator for n in first}
+    ]
+    chosen = list(dict.fromkeys([*first, *others]))[:MAX_ROWS]
     return [k for k in order if k in chosen]
 
 
