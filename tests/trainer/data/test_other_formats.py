@@ -19,16 +19,6 @@ SUPERVISELY = {
     }],
 }  # fmt: skip
 SUPERVISELY_META = {"classes": [{"title": "car", "shape": "rectangle", "color": "#FF0000"}], "tags": []}
-BDD = [
-    {
-        "name": "a.jpg", "attributes": {"weather": "clear"}, "timestamp": 10000,
-        "labels": [{"id": "0", "category": "car", "box2d": {"x1": 10, "y1": 20, "x2": 60, "y2": 50}}],
-    }
-]  # fmt: skip
-CITYSCAPES = {
-    "imgHeight": 100, "imgWidth": 200,
-    "objects": [{"label": "car", "polygon": [[10, 20], [60, 20], [60, 50], [10, 50]]}],
-}  # fmt: skip
 DATUMARO = {
     "info": {}, "categories": {"label": {"labels": [{"name": "car", "parent": "", "attributes": []}]}},
     "items": [{
@@ -63,14 +53,6 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         "Supervisely",
         {"meta.json": SUPERVISELY_META, "ds0/img/a.jpg": None, "ds0/ann/a.jpg.json": SUPERVISELY},
     ),
-    "bdd100k": ("BDD100K", {"images/100k/train/a.jpg": None, "labels/det_20/det_train.json": BDD}),
-    "cityscapes": (
-        "Cityscapes",
-        {
-            "leftImg8bit/train/aachen/a_leftImg8bit.jpg": None,
-            "gtFine/train/aachen/a_gtFine_polygons.json": CITYSCAPES,
-        },
-    ),
     "datumaro": ("Datumaro JSON", {"images/a.jpg": None, "annotations/default.json": DATUMARO}),
     "v7-darwin": ("V7 Darwin JSON", {"a.jpg": None, "a.json": DARWIN}),
     "vott-json": ("VoTT JSON", {"vott-json-export/a.jpg": None, "vott-json-export/boats-export.json": VOTT}),
@@ -80,13 +62,6 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "fiftyone-detections": ("FiftyOne", {"data/a.jpg": None, "labels.json": FIFTYONE_DETECTIONS}),
     "parquet": ("Hugging Face Parquet", {"README.md": "#", "data/train-00000-of-00001.parquet": "PAR1"}),
     "oidv4": ("OIDv4_ToolKit", {"train/Car/a.jpg": None, "train/Car/Label/a.txt": "Car 10.0 20.0 60.0 50.0\n"}),
-    "wider-face": (
-        "WIDER FACE",
-        {
-            "WIDER_train/images/0--Parade/a.jpg": None,
-            "wider_face_split/wider_face_train_bbx_gt.txt": "0--Parade/a.jpg\n1\n10 20 50 30 0 0 0 0 0 0\n",
-        },
-    ),
     "mot": (
         "MOT",
         {"train/MOT17-02/img1/000001.jpg": None, "train/MOT17-02/gt/gt.txt": "1,1,10,20,50,30,1,1,0.9\n"},
@@ -99,7 +74,6 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
             "train/shard.00000.mds": "",
         },
     ),
-    "dota": ("DOTA", {"train/images/a.jpg": None, "train/labelTxt/a.txt": "imagesource:x\n1 2 3 2 3 4 1 4 car 0\n"}),
     "yolov4-pytorch": (
         "YOLOv4 PyTorch",
         {"train/a.jpg": None, "train/_annotations.txt": "a.jpg 10,20,60,50,0\n", "train/_classes.txt": "car\n"},
@@ -116,10 +90,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "yolo-labels": ("YOLO labels without images", {"obj_train_data/a.txt": "0 0.5 0.5 0.2 0.2\n"}),
 }  # fmt: skip
 """Short name → (name in the message, path → content; None: an image)."""
-CONVERTED = {
-    "cityscapes": "cityscapes", "datumaro": "datumaro", "vott-json": "vott_json", "wider-face": "wider_face",
-    "mot": "mot_seq", "dota": "dota", "masks": "voc_instance_segmentation",
-}  # fmt: skip
+CONVERTED = {"datumaro": "datumaro", "vott-json": "vott_json", "mot": "mot_seq", "masks": "voc_instance_segmentation"}
 """Short name → the name in Datumaro."""
 WITHOUT_SET = {"Labelbox", "Unity Perception"}
 

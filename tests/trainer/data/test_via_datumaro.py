@@ -73,7 +73,7 @@ def test_its_result_is_coco(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH: it runs Datumaro")
-@pytest.mark.parametrize("short_name", [name for name in CONVERTED if name != "cityscapes"])
+@pytest.mark.parametrize("short_name", CONVERTED)
 def test_the_command_of_the_error_converts_every_box(tmp_path: Path, short_name: str) -> None:
     root = tmp_path / "a set"
     write_set(root, SETS[short_name][1])

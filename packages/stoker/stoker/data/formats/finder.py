@@ -25,6 +25,7 @@ from stoker.data.formats import (
     labelme,
     openimages,
     parquet,
+    public,
     tfrecord,
     via,
     voc,
@@ -71,6 +72,7 @@ FORMATS = {
     "jsonl": DataFormat(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
     "webdataset": DataFormat(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
     "parquet": DataFormat(parquet.recognize, parquet.read, parquet.SUFFIXES),
+    "public": DataFormat(public.recognize, public.read, public.SUFFIXES),
 }
 """In order of preference."""
 
@@ -160,7 +162,7 @@ def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
     """Makes one data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
-    splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
+    splits = [folders.split_from_name(path.name) for path, _ in nested]
     own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
     metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
     if (
