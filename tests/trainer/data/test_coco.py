@@ -382,6 +382,7 @@ def test_duplicate_boxes_are_dropped(content: Content, data: st.DataObject) -> N
 def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
     write(tmp_path / "train/_annotations.coco.json", GOOD)
     (tmp_path / "valid").mkdir()
+    (tmp_path / "valid" / "a.jpg").touch()
     with pytest.raises(DataError, match="val split is empty"):
         open_index(tmp_path)
 

@@ -231,7 +231,7 @@ def test_the_error_describes_a_folder_without_annotations(tmp_path: Path) -> Non
     assert "it contains boxes.csv, 12 images; expected" in error_message(tmp_path)
     assert "A table is not UTF-8" in error_message(tmp_path / "boxes.csv")
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
-    assert "its first row, 'Datei;Klasse;links;oben', has no" in error_message(tmp_path / "boxes.csv")
+    assert "the columns Datei, Klasse, links, oben: none of boxes" in error_message(tmp_path / "boxes.csv")
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ COCO_RESULTS = [{"image_id": 1, "category_id": 1, "bbox": [10, 20, 50, 30], "sco
 CVAT_BACKUP = [{"version": 0, "tags": [], "shapes": [{"type": "rectangle", "points": [1, 2, 3, 4]}], "tracks": []}]
 FIFTYONE = {"samples": [{"filepath": "data/a.jpg", "_cls": "Sample", "ground_truth": {"detections": []}}]}
 FIFTYONE_DETECTIONS = {"classes": ["car"], "labels": {"a": [{"label": "car", "bounding_box": [0.1, 0.2, 0.3, 0.3]}]}}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "supervisely": (
         "Supervisely",
@@ -87,6 +88,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"JPEGImages/a.jpg": None, "SegmentationObject/a.png": "", "ImageSets/Segmentation/train.txt": "a\n"},
     ),
     "class-masks": ("segmentation masks", {"JPEGImages/a.jpg": None, "SegmentationClass/a.png": ""}),
+    "lfs": ("Git LFS pointer", {"images/a.jpg": None, "annotations/instances_train.json": POINTER}),
     "yolo-labels": ("YOLO labels without images", {"obj_train_data/a.txt": "0 0.5 0.5 0.2 0.2\n"}),
 }  # fmt: skip
 """Short name → (name in the message, path → content; None: an image)."""
@@ -111,14 +113,15 @@ def test_the_format_is_named_with_a_command_that_converts_it(tmp_path: Path, sho
     write_set(tmp_path, files)
     with pytest.raises(DataError) as raised:
         open_index(tmp_path)
-    assert raised.value.what == f"The data set has the format {name}, which is not read."
+    row = next(row for row in format_texts().format if row.name == name)
+    assert raised.value.what == row.what.format(name=name)
     assert raised.value.location is not None
     assert Path(raised.value.location).is_file()
     assert raised.value.fix
     assert "panlabel" not in raised.value.fix
     assert ("stoker data convert --via datumaro" in raised.value.fix) == (short_name in CONVERTED)
     if raised.value.location.endswith(".json"):
-        with pytest.raises(DataError, match=f"format {name.partition('(')[0]}"):
+        with pytest.raises(DataError, match="Git LFS" if short_name == "lfs" else f"format {name.partition('(')[0]}"):
             open_index(raised.value.location)
 
 

@@ -1,17 +1,20 @@
-"""CSV tables with one row per box.
+"""CSV tables: a row per box, or per image with its boxes side by side or as a list in one cell.
 
 There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
-different columns. They are recognized by their names, in any order and case; a table without a header by its values.
-Boxes are in pixels or normalized by image width and height; this is decided per table. A row without box and class is
-an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
-A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
+different columns. They are recognized by their names, in any order and case; the column of images also by its values,
+as all are in a table without a header. Boxes are in pixels or normalized by image width and height; this is decided per
+table. A row without box and class is an image without objects. A row that cannot be read is dropped and reported; its
+image stays if another row names it. A table whose images are not in the folders near it is found, but not certain:
+another data set is preferred.
 """
 
 import codecs
+import contextlib
 import csv
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -23,6 +26,7 @@ import msgspec
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.objects import correct_corners
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import UNASSIGNED, XYXY, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
@@ -30,6 +34,7 @@ from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
+TABLE_SUFFIXES = (".csv", ".tsv")
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -37,9 +42,9 @@ def recognize(path: Path) -> DatasetLayout | None:
     file is not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
+            read_text(path, folders.HEAD_BYTES)  # raises what is wrong with a file that is no text
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
-            raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
+            raise make_error(DataError, "csv-without-boxes", path, choices=choices, reason=describe_columns(path))
         return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
     for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
@@ -58,7 +63,7 @@ def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFile
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    files = [path for path in folders.list_files(folder, ".csv") if not is_open_images(path)]
+    files = [path for path in folders.list_files(folder, TABLE_SUFFIXES) if not is_open_images(path)]
     return [path for path in files if detect_csv_layout(path) is not None]
 
 
@@ -107,6 +112,8 @@ def _has_images(folder: Path, names: list[str]) -> bool:
 
 
 DELIMITERS = (",", ";", "\t", "|")
+MAX_LISTED_COLUMNS = 24
+"""Columns that a message names."""
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 
 
@@ -116,8 +123,14 @@ class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: tuple[str, ...]
     label: tuple[str, ...]
     split: tuple[str, ...]
+    no_class: tuple[str, ...]
+    """Words in the names of text columns that are about the image or its origin."""
     box: tuple[str, ...]
-    """Of a column with all four numbers."""
+    """Of a column with all four numbers, or those of several boxes: x, y, width, height."""
+    box_corners: tuple[str, ...]
+    """The same with corners."""
+    no_box: tuple[str, ...]
+    """What such a column has for an image without objects, besides nothing."""
     corners: tuple[tuple[str, str, str, str], ...]
     center: tuple[tuple[str, str], ...]
     width_height: tuple[tuple[str, str], ...]
@@ -141,8 +154,12 @@ class CsvLayout:
     file_column: int
     label_column: int | None
     box_columns: tuple[int, ...]
-    """Four columns, or one with "[x, y, width, height]"."""
+    """Four columns, or one with "[x, y, width, height]", perhaps of several boxes."""
     box_format: BoxFormat
+    further_boxes: tuple[tuple[int, ...], ...] = ()
+    """The columns of other boxes in the same row, which may be empty."""
+    box_labels: tuple[int | None, ...] = ()
+    """The column of the class of each of these boxes, the first ones also; empty: `label_column` is that of all."""
     size_columns: tuple[int, int] | None = None
     """Height and width of the image."""
     split_column: int | None = None
@@ -155,17 +172,30 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
     """Returns the layout of a table of boxes, from its first rows; None for any other file."""
     try:
         text = read_text(path, folders.HEAD_BYTES)
-    except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
+    except (DataError, regular_files.PointerError):  # no table of boxes; reading it by name reports the reason
         return None
-    for delimiter in DELIMITERS:
-        try:
-            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
-        except csv.Error:
-            continue
-        rows = [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]
-        if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
+    for delimiter, rows in _iter_parsed(text):
+        if layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows):
             return layout
     return None
+
+
+def _iter_parsed(text: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yields each delimiter with the rows that it makes of a text, without empty ones, if there are any."""
+    for delimiter in DELIMITERS:
+        with contextlib.suppress(csv.Error):
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
+            if rows := [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]:
+                yield delimiter, rows
+
+
+def describe_columns(path: Path) -> str:
+    """Returns which columns a file has that is not a table of boxes, and which it lacks."""
+    header: list[str] = max((rows[0] for _, rows in _iter_parsed(read_text(path, folders.HEAD_BYTES))), key=len, default=[])
+    column_by_name = {_normalize_column(name): column for column, name in enumerate(header)}
+    lacks = "images" if _find_box_columns(column_by_name)[0] else "boxes"
+    names = ", ".join(name[:40] for name in header[:MAX_LISTED_COLUMNS]) + ", …" * (len(header) > MAX_LISTED_COLUMNS)
+    return f"it has the columns {names}: none of {lacks} is recognized" if header else "it has no row"
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
@@ -193,7 +223,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
 def _normalize_column(name: str) -> str:
     """Returns a column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     normalized = re.sub(r"[^a-z0-9]", "", name.lower())
-    prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
+    prefix = None if normalized in (*COLUMNS.box, *COLUMNS.box_corners) else _BOX_PREFIX.match(normalized)
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
@@ -212,25 +242,63 @@ def _find_box_columns(column_by_name: Mapping[str, int]) -> tuple[tuple[int, ...
             return center + width_height, "cxcywh"
         if corner := _find_columns(column_by_name, [("x", "y"), *(group[:2] for group in COLUMNS.corners)]):
             return corner + width_height, "xywh"
+    if lists := _find_columns(column_by_name, [(name,) for name in COLUMNS.box_corners]):
+        return lists, "xyxy"
     return _find_columns(column_by_name, [(name,) for name in COLUMNS.box]), "xywh"
+
+
+_NUMBERED = (
+    r"[a-z]*[^a-z\d]*(?P<number>\d+)[^a-z\d]*(?P<name>[a-z].*)",  # box1_xmin
+    r"(?P<name>.*[a-z\d])[^a-z\d]+(?P<number>\d+)",  # x1_1
+    r"(?P<name>.*[a-z])(?P<number>\d+)",  # xmin1
+)
+"""Names of columns of boxes that are side by side, in lower case."""
+
+
+def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[int, ...]], list[int | None], BoxFormat]:
+    """Returns the columns of each box of a row, the column of its own class, and what they contain: those whose names
+    without a number are the columns of a box. x1, y1, x2, y2 are not: x and y alone are no box."""
+    by_number: dict[int, dict[str, int]] = {}
+    for column, written in enumerate(header):
+        matches = (re.fullmatch(pattern, written.lower()) for pattern in _NUMBERED)
+        if match := next(filter(None, matches), None):
+            by_number.setdefault(int(match["number"]), {}).setdefault(_normalize_column(match["name"]), column)
+    found = [(names, *_find_box_columns(names)) for _, names in sorted(by_number.items())]
+    formats = Counter(box_format for _, columns, box_format in found if columns)
+    usual = formats.most_common(1)[0][0] if formats else "xyxy"
+    boxes = [(columns, names) for names, columns, box_format in found if columns and box_format == usual]
+    labels = [next((names[name] for name in COLUMNS.label if name in names), None) for _, names in boxes]
+    return [columns for columns, _ in boxes], labels, usual
 
 
 def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     names = [_normalize_column(name) for name in rows[0]]
     column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
     box_columns, box_format = _find_box_columns(column_by_name)
+    numbered, box_labels, numbered_format = _find_numbered_boxes(rows[0])
+    notes = []
+    if len(numbered) > 1 or (numbered and not box_columns):
+        box_columns, box_format = numbered[0], numbered_format
+        notes.append(f"a row has up to {len(numbered)} boxes, side by side")
+    else:
+        numbered, box_labels = [], []
+    if len(box_columns) < 2:
+        lists = [column for column in box_columns if _has_box_lists(rows[1:], column, default="0 0 0 0")]
+        lists = lists or [column for column in range(len(names)) if _has_box_lists(rows[1:], column)]
+        box_columns = tuple(lists[:1])
     if not box_columns:
         return None
-    notes = []
     if len(box_columns) == 1:
-        notes.append(f"column {rows[0][box_columns[0]]!r} is read as x, y, width, height")
-    used = set(box_columns)
+        meaning = "the corners x1, y1, x2, y2" if box_format == "xyxy" else "x, y, width, height"
+        notes.append(f"column {rows[0][box_columns[0]]!r} is read as {meaning}")
+    used = {column for columns in (box_columns, *numbered) for column in columns}
+    used.update(column for column in box_labels if column is not None)
 
     def first_unused(choices: tuple[str, ...]) -> int | None:
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = first_unused(COLUMNS.file)
+    file_column = _find_file_column(rows[1:], [column_by_name[name] for name in COLUMNS.file if name in column_by_name], used)
     if file_column is None:
         return None
     used.add(file_column)
@@ -240,11 +308,16 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     used |= {column for column in (*width_height, split_column) if column is not None}
     label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
-    if label_column is None:
-        text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+    if label_column is None and not any(column is not None for column in box_labels):
+        all_text = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+        text_columns = [column for column in all_text if not _is_about_image(rows[0][column])]
+        varying = [column for column in text_columns if _varies_in_image(rows[1:], file_column, column)]
+        text_columns = varying if len(varying) == 1 else text_columns
         if len(text_columns) == 1:
             label_column = text_columns[0]
             notes.append(f"column {rows[0][label_column]!r} is read as the class")
+        elif all_text and not text_columns:
+            notes.append(f"not read as the class: {', '.join(rows[0][column] for column in all_text)}")
     return CsvLayout(
         delimiter=delimiter,
         header=tuple(rows[0]),
@@ -252,6 +325,8 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         label_column=label_column,
         box_columns=box_columns,
         box_format=box_format,
+        further_boxes=tuple(numbered[1:]),
+        box_labels=tuple(box_labels),
         size_columns=(width_height[1], width_height[0]) if width_height else None,
         split_column=split_column,
         class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
@@ -259,6 +334,39 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     )
 
 
+def _find_file_column(rows: list[list[str]], named: list[int], used: set[int]) -> int | None:
+    """Returns the column of images: the first that is called so and has names of images, else the first that has, else
+    the first that is called so."""
+    columns = [*named, *range(max(map(len, rows), default=0))]
+    with_images = (column for column in columns if column not in used and _has_image_names(rows, column))
+    return next(with_images, next((column for column in named if column not in used), None))
+
+
+def _has_image_names(rows: list[list[str]], column: int) -> bool:
+    values = [row[column].lower() for row in rows if column < len(row) and row[column]]
+    return bool(values) and all(value.endswith(_IMAGE_SUFFIXES) for value in values)
+
+
+def _has_box_lists(rows: list[list[str]], column: int, default: str = "") -> bool:
+    """Returns whether the first value of a column is the four numbers of each of some boxes. default: if it has none."""
+    values = (row[column] for row in rows if column < len(row) and row[column].lower() not in ("", *COLUMNS.no_box))
+    return bool(_parse_boxes([next(values, default)], "xyxy"))
+
+
+def _is_about_image(name: str) -> bool:
+    """Returns whether the name of a text column has a word for what no class is: a source, a country."""
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+    return not set(words).isdisjoint(COLUMNS.no_class)
+
+
+def _varies_in_image(rows: list[list[str]], file_column: int, column: int) -> bool:
+    """Returns whether the boxes of an image have different values: those of an attribute of images are equal."""
+    first: dict[str, str] = {}
+    pairs = ((_cell(row, file_column), _cell(row, column)) for row in rows)
+    return any(first.setdefault(image, value) != value for image, value in pairs)
+
+
+_IMAGE_SUFFIXES = tuple(folders.KNOWN_SUFFIXES)
 HEADERLESS = {
     "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
     "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
@@ -285,7 +393,42 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
                 split_column=split_column,
                 notes=(f"no header: the columns are read as {columns}",),
             )
-    return None
+    return _detect_by_values(delimiter, rows)
+
+
+def _detect_by_values(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    """Returns the layout of a table of equally long rows with names of images and four or more numbers: the first four
+    are the box, unless only the last four are corners. The class is the first text, else the only number that is left."""
+    columns = range(len(rows[0]))
+    image = next((column for column in columns if _has_image_names(rows, column)), None)
+    values = [[row[column] for row in rows] for column in columns] if {len(row) for row in rows} == {len(rows[0])} else []
+    numbers = [column for column, texts in enumerate(values) if any(texts) and all(map(_is_number, filter(None, texts)))]
+    if image is None or len(numbers) < 4:
+        return None
+    corners = [box for box in (numbers[:4], numbers[-4:]) if all(_are_corners(row, box) for row in rows)]
+    box = corners[0] if corners else numbers[:4]
+    texts = [column for column in columns if column not in (image, *numbers) and any(values[column])]
+    rest = [column for column in numbers if column not in box]
+    label = texts[0] if texts else rest[0] if len(rest) == 1 else None
+    meaning = {column: name for column, name in zip(box, ("x1", "y1", "x2", "y2") if corners else "xywh", strict=True)}
+    meaning |= {image: "image"} | ({} if label is None else {label: "class"})
+    read_as = ", ".join(meaning.get(column, "not used") for column in columns)
+    return CsvLayout(
+        delimiter=delimiter,
+        header=(),
+        file_column=image,
+        label_column=label,
+        box_columns=tuple(box),
+        box_format="xyxy" if corners else "xywh",
+        notes=(f"no header: the columns are read as {read_as}",),
+    )
+
+
+def _are_corners(row: list[str], box: list[int]) -> bool:
+    """Returns whether a row has corners with an area, or no box."""
+    texts = [row[column].replace(",", ".") for column in box]
+    x1, y1, x2, y2 = map(float, texts) if all(texts) else (0.0, 0.0, 1.0, 1.0)
+    return x2 > x1 and y2 > y1
 
 
 def _is_number(text: str) -> bool:
@@ -306,23 +449,27 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     builder = TableBuilder(layout, problems, box_id_kind="line")
     locators: dict[tuple[Path, ...], ImageLocator] = {}
     index_by_image: dict[tuple[int, Path, str], int] = {}
+    formats: set[BoxFormat] = set()
     for part in layout.parts:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
         first_box = len(builder.boxes)
-        _read_table(part, locator, index_by_image, builder)
+        formats.add(_read_table(part, locator, index_by_image, builder))
         builder.detect_units(part.annotations, first_box)
     if not builder.images:
         fix = "export the annotations again"
         raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
     for locator in locators.values():
         builder.notes += locator.notes()
-    return builder.build()
+    table = builder.build()
+    if {"xyxy", "cxcywh"}.isdisjoint(formats):
+        correct_corners(table)
+    return table
 
 
 def _read_table(
     part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
-) -> None:
-    """Adds the images of a table, and its boxes in its own units."""
+) -> BoxFormat:
+    """Adds the images of a table, and its boxes in its own units. Returns how they are written."""
     table, problems = part.annotations, builder.problems
     layout = detect_csv_layout(table)
     if layout is None:
@@ -348,42 +495,70 @@ def _read_table(
             height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
             image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
             index_by_image[split, folder, name] = image_index
-        found = _read_box(values, layout)
-        if isinstance(found, str):
-            reason = ", the box is not four numbers" if found == "malformed-row" else ""
-            problems.add(found, location + reason)
-            builder.bad_boxes.append(image_index)
-        elif found is not None:
-            builder.boxes.append(Box(image_index, *found, line))
+        for label, boxes in _iter_cells(values, layout):
+            if isinstance(boxes, str):
+                kind, _, reason = boxes.partition(", ")
+                problems.add(kind, location + (reason and f", {reason}"))
+                builder.bad_boxes.append(image_index)
+            else:
+                builder.boxes += [Box(image_index, name, xyxy, line) for name, xyxy in zip(label, boxes, strict=True)]
+    return layout.box_format
 
 
-def _read_box(values: list[str], layout: CsvLayout) -> tuple[str, XYXY] | str | None:
-    """Returns class and box of a row, or the kind of problem; None for an image without objects."""
-    texts = [values[column] for column in layout.box_columns]
-    label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
-    if not any(texts):
-        return "no-box" if label and layout.label_column is not None else None
-    if (xyxy := _parse_xyxy(texts, layout)) is None:
-        return "malformed-row"
-    return (label, xyxy) if label else "no-class"
+def _iter_cells(values: list[str], layout: CsvLayout) -> Iterator[tuple[list[str], list[XYXY] | str]]:
+    """Yields the classes and boxes of the cells of a row, or, in place of boxes, the kind of problem and a reason;
+    nothing for an image without objects."""
+    for number, columns in enumerate((layout.box_columns, *layout.further_boxes)):
+        own_label = layout.box_labels[number] if layout.box_labels else None
+        label_column = layout.label_column if own_label is None else own_label
+        label = NO_CLASS_COLUMN if label_column is None else _cell(values, label_column)
+        texts = [_cell(values, column) for column in columns]
+        if not any(texts):
+            if label and label_column is not None and not layout.further_boxes:
+                yield [], "no-box"
+        elif len(columns) > 1 or texts[0].lower() not in COLUMNS.no_box:
+            boxes = _parse_boxes(texts, layout.box_format)
+            labels = [label] * len(boxes)
+            if len(columns) == 1 and len(boxes) > 1 and len(parts := _split_list(label)) > 1:
+                labels = parts
+            if not boxes:
+                yield [], "malformed-row, the box is not four numbers"
+            elif not all(labels):
+                yield [], "no-class"
+            elif len(labels) != len(boxes):
+                yield [], f"malformed-row, {len(boxes)} boxes and {len(labels)} classes"
+            else:
+                yield labels, boxes
 
 
 def _cell(values: list[str], column: int | None) -> str:
     return values[column] if column is not None and column < len(values) else ""
 
 
-def _parse_xyxy(texts: list[str], layout: CsvLayout) -> XYXY | None:
-    """Returns None if the texts are not four numbers."""
+def _split_list(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r"[,;|]", re.sub(r"[\[\](){}'\"]", "", text)) if part.strip()]
+
+
+def _parse_boxes(texts: list[str], box_format: BoxFormat) -> list[XYXY]:
+    """Returns the boxes of four texts, or of a text with the numbers of any number of boxes; none if they are not
+    numbers, or not four for each box."""
     if len(texts) == 1:
-        text = texts[0].strip("[](){} ")
-        texts = text.split(";") if ";" in text else text.split()
-        texts = texts if len(texts) == 4 else text.replace(",", " ").split()
+        text = re.sub(r"[\[\](){}]", " ", texts[0])
+        texts = [part for part in re.split(r"[;\s]+", text) if part.strip(",")]
+        if len(texts) % 4 or not all(_is_number(part.rstrip(",")) for part in texts):
+            texts = [part for part in re.split(r"[,;\s]+", text) if part]
     try:  # decimal commas, as Excel writes in many countries
-        a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
+        numbers = [float(text.strip(" ,").replace(",", ".")) for text in texts]
     except ValueError:
-        return None
-    if layout.box_format == "xyxy":
+        return []
+    if len(numbers) % 4:
+        return []
+    return [_to_xyxy(*numbers[start : start + 4], box_format) for start in range(0, len(numbers), 4)]
+
+
+def _to_xyxy(a: float, b: float, c: float, d: float, box_format: BoxFormat) -> XYXY:
+    if box_format == "xyxy":
         return a, b, c, d
-    if layout.box_format == "xywh":
+    if box_format == "xywh":
         return a, b, a + c, b + d
     return a - c / 2, b - d / 2, a + c / 2, b + d / 2

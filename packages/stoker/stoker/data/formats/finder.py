@@ -7,11 +7,14 @@ Not here: reading (the modules of the formats, called by `index.py`), formats th
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from glob import has_magic
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from stoker.data.formats import (
     coco,
@@ -33,10 +36,11 @@ from stoker.data.formats import (
     yolo,
 )
 from stoker.data.formats.images import is_below
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter, group_by_folder
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
 from stoker_watch.errors import DataError, UsageError, make_error, nearest
 
 MAX_LISTED_NAMES = 8
@@ -185,6 +189,7 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
 
 
 def _detect_file(data: Path, format: str | None) -> DatasetLayout:
+    regular_files.open_file(data).close()  # raises what is wrong with it before a format is tried
     file_name = tfrecord.strip_shard_number(data.name).lower()
     for name, spec in FORMATS.items():
         is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
@@ -231,9 +236,9 @@ def _path_not_found(data: Path) -> DataError:
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    contents = _describe_contents(data)
+    contents = "; ".join([_describe_contents(data), *_describe_tables(data)])
     below: list[Path] = []  # the first folders with a data set, below those in which `detect_layout` looks
-    for folder, _ in _walk(data, 2 * MAX_DEPTH):
+    for folder, _ in walk(data, 2 * MAX_DEPTH):
         if len(below) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, below))):
             with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
                 if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
@@ -244,6 +249,15 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
     expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))
     in_format = f" in the format {format!r}" if format else ""
     return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
+
+
+def _describe_tables(data: Path) -> Iterator[str]:
+    """Yields the columns of the tables, in a folder or one below, that are not understood."""
+    directories = (data, *folders.list_subdirs(data).values())
+    tables = (file for directory in directories for file in folders.list_files(directory, csv.TABLE_SUFFIXES))
+    for file in islice(tables, MAX_LISTED_DIRS):
+        with contextlib.suppress(DataError, OSError):
+            yield f"{file.relative_to(data)} is not a table of boxes: {csv.describe_columns(file)}"
 
 
 def _describe_contents(folder: Path) -> str:
@@ -264,9 +278,70 @@ MAX_DEPTH = 3
 OUTPUT_DIRS = ("runs", "predictions")
 """Folders that stoker itself writes."""
 MAX_LISTED_DIRS = 5
+ANNOTATION_SUFFIXES = (".xml", ".txt", ".json", ".csv")
 
 
-def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
+Walked = Sequence[tuple[Path, list[str]]]
+"""What `walk` returns."""
+
+
+def find_fuller(layout: DatasetLayout, table: AnnotationTable, walked: Walked) -> DatasetLayout | None:
+    """Returns the data set in another format, in the same folder or one below, that annotates all images that this one
+    annotates, and more; None if there is none. Of the same folder only if this one annotates no image that exists: the
+    order of formats decides there. An image that does not exist does not count. walked: of the layout's root."""
+    annotated = _annotated_images(layout, table, first_only=True)
+    nested = (_detect_in_folder(path, None) for path in _dirs_with_others(layout, walked))
+    others = [*(() if annotated else layout.others), *(other for other in nested if other is not None)]
+    for other in others:
+        if other.format == layout.format:
+            continue
+        with contextlib.suppress(DataError, OSError):  # it is not what would be read
+            fuller = _annotated_images(other, FORMATS[other.format].read(other, ProblemCollector()))
+            if annotated:
+                annotated = _annotated_images(layout, table)
+            if annotated < fuller:
+                reads = f"; --format {layout.format} reads it" if annotated else ""
+                counts = f"it annotates {len(annotated):,} images that exist, {other.description} {len(fuller):,}"
+                return replace(other, notes=(f"not read: {layout.description}: {counts}{reads}", *other.notes))
+    return None
+
+
+def _annotated_images(layout: DatasetLayout, table: AnnotationTable, *, first_only: bool = False) -> set[str]:
+    """Returns the images that exist and have a box; first_only: no more than one."""
+    num_boxes = np.bincount(table.image_index, minlength=len(table.file_names))
+    is_file = np.isin(np.arange(len(num_boxes)), table.images_that_are_files())
+    found: set[str] = set()
+    for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(num_boxes)):
+        folder = os.path.realpath(layout.root / table.folders[folder_index])
+        for image_index in indices.tolist():
+            path = os.path.join(folder, table.file_names[image_index])
+            if not is_file[image_index] or os.path.isfile(path):
+                found.add(path)
+                if first_only:
+                    return found
+    return found
+
+
+def _dirs_with_others(layout: DatasetLayout, walked: Walked) -> list[Path]:
+    """Returns the folders in the root with images, and annotation files that are not those of the layout."""
+    used = [os.path.realpath(part.annotations) for part in layout.parts]
+    with_images, with_others = set[str](), set[str]()
+    for folder, names in walked:
+        if folder == layout.root:
+            continue
+        top = folder.relative_to(layout.root).parts[0]
+        if top not in with_images and any(map(folders.is_image_name, names)):
+            with_images.add(top)
+        real_dir = os.path.realpath(folder)
+        if top not in with_others and not is_below(real_dir, used):
+            others = (name for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
+            with_others.update(top for name in others if os.path.join(real_dir, name) not in used)
+    return [layout.root / top for top in sorted(with_images & with_others)]
+
+
+def describe_unused(
+    layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector, walked: Walked
+) -> list[str]:
     """Returns notes on what is not used; another format with more boxes is a problem, too. table: before images were
     dropped. problems: those found so far."""
     notes = [_describe_other(layout, table, other, problems) for other in layout.others]
@@ -278,8 +353,9 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
     texts = []
     num_unnamed = 0
-    for folder, files in _walk(layout.root):
+    for folder, files in walked:
         real_dir = os.path.realpath(folder)
+        notes += _describe_pointers(layout, folder, files)
         num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
         if real_dir in names_by_dir:
             num_unnamed += num_images
@@ -299,6 +375,18 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     return [*notes, *([f"not used: {'; '.join(texts)}"] if texts else [])]
 
 
+def _describe_pointers(layout: DatasetLayout, folder: Path, names: list[str]) -> Iterator[str]:
+    """Yields notes on annotation files that are missing, because Git LFS did not download them."""
+    files = [folder / name for name in sorted(names) if name.lower().endswith(ANNOTATION_SUFFIXES)]
+    for file in files[: folders.MAX_PROBES]:
+        try:
+            regular_files.open_file(file).close()
+        except regular_files.PointerError as error:
+            yield f"not read: {file.relative_to(layout.root)}: {error.strerror}"
+        except OSError:
+            continue  # whatever reads it says why it cannot be read
+
+
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("s" if count != 1 else "")
 
@@ -309,7 +397,10 @@ def _describe_other(
     counts = ""
     if image_source.path_to_uri(layout.root) is None:  # in a bucket, each image size would be a request
         try:
-            num_boxes = len(FORMATS[other.format].read(other, ProblemCollector()).boxes)
+            other_table = FORMATS[other.format].read(other, ProblemCollector())
+            num_boxes = len(other_table.boxes)
+            if num_boxes and not _annotated_images(other, other_table, first_only=True):
+                return f"found {layout.description} and {other.description}: no image of the other exists"
             num_more = num_boxes - len(table.boxes)
             is_more = ", which are more" if num_more > 0 else ""
             if num_more > 0:
@@ -322,7 +413,7 @@ def _describe_other(
     return f"{both}: read the first{counts}; --format {other.format} reads the other"
 
 
-def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
+def walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
     """Returns (folder, names of its files) of the root and the visible folders below it."""
     found = []
     for dirpath, dirnames, files in os.walk(root):
