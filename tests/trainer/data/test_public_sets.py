@@ -9,6 +9,7 @@ import pytest
 
 from stoker.data.formats.public import public_sets
 from stoker.data.index import Index, open_index, require_images
+from stoker.data.validation.clean import SplitOptions
 from stoker_watch.errors import DataError
 from tests.trainer.data.exports import save_images
 
@@ -179,8 +180,8 @@ def test_a_public_set_is_read_as_published(tmp_path: Path, name: str) -> None:
 
 
 def test_every_row_has_a_set() -> None:
-    assert [row.name for row in public_sets()] == list(SETS)
-    assert all(row.source.startswith("http") for row in public_sets())
+    assert list(public_sets()) == ["KITTI", *SETS]  # KITTI: test_tool_formats.py
+    assert all(row.source.startswith("http") for row in public_sets().values())
 
 
 def test_an_ignored_region_is_a_crowd_box_of_each_class(tmp_path: Path) -> None:
@@ -198,8 +199,10 @@ def test_what_is_wrong_in_a_public_set_is_reported_with_its_place(tmp_path: Path
     lines = "10,20,50,30,1,4,0,0\n10,20,wide,30,1,4,0,0\n10,20,50,30,1,77,0,0\n1,2,3\n"
     write_set(tmp_path, {"images/01.jpg": None, "annotations/01.txt": lines})
     problems = {problem.kind: problem for problem in open_index(tmp_path).problems}
-    assert problems["malformed-box"].examples[0].startswith("annotations/01.txt:2")
-    assert problems["unknown-class"].examples == ("annotations/01.txt:3, object 3: '77'", "annotations/01.txt:4, object 4: 'None'")
+    lines_of = {kind: [text.partition(": ")[0] for text in problem.examples] for kind, problem in problems.items()}
+    assert lines_of["malformed-row"] == ["annotations/01.txt:2", "annotations/01.txt:4"]
+    assert lines_of["unknown-class"] == ["annotations/01.txt:3"]
+    assert "'77' of " in problems["unknown-class"].examples[0]
 
 
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -213,4 +216,6 @@ def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
 
 def test_a_file_stands_for_its_set(tmp_path: Path) -> None:
     write_set(tmp_path, SETS["CrowdHuman"][0])
-    assert targets(open_index(tmp_path / "annotation_train.odgt")) == SETS["CrowdHuman"][1]
+    file = tmp_path / "annotation_train.odgt"
+    assert targets(open_index(file)) == SETS["CrowdHuman"][1]
+    assert targets(open_index(tmp_path, splits=SplitOptions(files=(("train", str(file)),)))) == SETS["CrowdHuman"][1]

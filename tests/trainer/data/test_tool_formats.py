@@ -336,7 +336,7 @@ NOTES = {
     "VIA CSV as a spreadsheet saves it": ["no attribute has a value: their names are the classes, confirmed_body"],
     "CreateML as Apple documents it, fractions": ["annotations.json: boxes are within 0 … 1, normalized"],
     "KITTI with ImageSets, testing without labels": [
-        "1 × DontCare: a crowd box of each class, in which detections are ignored",
+        "4 objects; 1 ignored regions, which are no targets: each is a crowd box, of each class",
         "not read: ImageSets/test.txt: the test images have no labels",
     ],
     "a SageMaker manifest, images by the last folders of their URI": [

@@ -345,7 +345,12 @@ def open_layout(
         if may_replace and (fuller := finder.find_fuller(layout, table, walked)) is not None:
             problems.clear()
             return open_layout(
-                fuller, data, options, classes=classes, allow_outside=allow_outside, problems=problems if is_checked else None
+                fuller,
+                data,
+                options,
+                classes=classes,
+                allow_outside=allow_outside,
+                problems=problems if is_checked else None,
             )
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)

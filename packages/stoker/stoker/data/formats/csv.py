@@ -15,7 +15,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import islice
@@ -191,7 +191,9 @@ def _iter_parsed(text: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 def describe_columns(path: Path) -> str:
     """Returns which columns a file has that is not a table of boxes, and which it lacks."""
-    header: list[str] = max((rows[0] for _, rows in _iter_parsed(read_text(path, folders.HEAD_BYTES))), key=len, default=[])
+    header: list[str] = max(
+        (rows[0] for _, rows in _iter_parsed(read_text(path, folders.HEAD_BYTES))), key=len, default=[]
+    )
     column_by_name = {_normalize_column(name): column for column, name in enumerate(header)}
     lacks = "images" if _find_box_columns(column_by_name)[0] else "boxes"
     names = ", ".join(name[:40] for name in header[:MAX_LISTED_COLUMNS]) + ", …" * (len(header) > MAX_LISTED_COLUMNS)
@@ -298,7 +300,9 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = _find_file_column(rows[1:], [column_by_name[name] for name in COLUMNS.file if name in column_by_name], used)
+    file_column = _find_file_column(
+        rows[1:], [column_by_name[name] for name in COLUMNS.file if name in column_by_name], used
+    )
     if file_column is None:
         return None
     used.add(file_column)
@@ -311,8 +315,6 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     if label_column is None and not any(column is not None for column in box_labels):
         all_text = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
         text_columns = [column for column in all_text if not _is_about_image(rows[0][column])]
-        varying = [column for column in text_columns if _varies_in_image(rows[1:], file_column, column)]
-        text_columns = varying if len(varying) == 1 else text_columns
         if len(text_columns) == 1:
             label_column = text_columns[0]
             notes.append(f"column {rows[0][label_column]!r} is read as the class")
@@ -359,76 +361,51 @@ def _is_about_image(name: str) -> bool:
     return not set(words).isdisjoint(COLUMNS.no_class)
 
 
-def _varies_in_image(rows: list[list[str]], file_column: int, column: int) -> bool:
-    """Returns whether the boxes of an image have different values: those of an attribute of images are equal."""
-    first: dict[str, str] = {}
-    pairs = ((_cell(row, file_column), _cell(row, column)) for row in rows)
-    return any(first.setdefault(image, value) != value for image, value in pairs)
-
-
 _IMAGE_SUFFIXES = tuple(folders.KNOWN_SUFFIXES)
-HEADERLESS = {
-    "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
-    "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
-}
-"""Layouts of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of
-columns, and which are the image, the class, the box, the split."""
 
 
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
-    first = rows[0]
-    for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
-        if len(first) != count or not folders.is_image_name(first[file_column]):
-            continue
-        has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
-        values = [first[column] for column in box_columns]  # all empty for an image without objects
-        if has_split and (not any(values) or all(map(_is_number, values))):
-            return CsvLayout(
-                delimiter=delimiter,
-                header=(),
-                file_column=file_column,
-                label_column=label_column,
-                box_columns=box_columns,
-                box_format="xyxy",
-                split_column=split_column,
-                notes=(f"no header: the columns are read as {columns}",),
-            )
-    return _detect_by_values(delimiter, rows)
+    """Returns the layout of a table with a column of images and four or more of numbers, by what most values are. The
+    box is the first four numbers, or the last four if only these are corners; the class is the first text that is no
+    split, else the only number that is left. Keras-RetinaNet has `path,x1,y1,x2,y2,class`, SKU-110K also the size of
+    the image, AutoML `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
+    width = Counter(map(len, rows)).most_common(1)[0][0]
+    rows = [row for row in rows if len(row) == width]
 
+    def columns_of(test: Callable[[str], bool]) -> list[int]:
+        values = ([row[column] for row in rows if row[column]] for column in range(width))
+        return [column for column, texts in enumerate(values) if 2 * sum(map(test, texts)) > len(texts)]
 
-def _detect_by_values(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
-    """Returns the layout of a table of equally long rows with names of images and four or more numbers: the first four
-    are the box, unless only the last four are corners. The class is the first text, else the only number that is left."""
-    columns = range(len(rows[0]))
-    image = next((column for column in columns if _has_image_names(rows, column)), None)
-    values = [[row[column] for row in rows] for column in columns] if {len(row) for row in rows} == {len(rows[0])} else []
-    numbers = [column for column, texts in enumerate(values) if any(texts) and all(map(_is_number, filter(None, texts)))]
-    if image is None or len(numbers) < 4:
+    images = columns_of(lambda text: text.lower().endswith(_IMAGE_SUFFIXES))
+    splits = columns_of(lambda text: text.lower() in (*folders.SPLIT_BY_NAME, "unassigned"))
+    numbers = columns_of(_is_number)
+    if not images or len(numbers) < 4:
         return None
-    corners = [box for box in (numbers[:4], numbers[-4:]) if all(_are_corners(row, box) for row in rows)]
-    box = corners[0] if corners else numbers[:4]
-    texts = [column for column in columns if column not in (image, *numbers) and any(values[column])]
+
+    def are_corners(box: list[int]) -> bool:
+        parsed = (_parse_boxes([row[column] for column in box], "xyxy") for row in rows)
+        return all(x2 > x1 and y2 > y1 for boxes in parsed for x1, y1, x2, y2 in boxes)
+
+    box = next((box for box in (numbers[:4], numbers[-4:]) if are_corners(box)), numbers[:4])
+    box_format: BoxFormat = "xyxy" if are_corners(box) else "xywh"
+    texts = [column for column in columns_of(bool) if column not in (images[0], *splits, *numbers)]
     rest = [column for column in numbers if column not in box]
     label = texts[0] if texts else rest[0] if len(rest) == 1 else None
-    meaning = {column: name for column, name in zip(box, ("x1", "y1", "x2", "y2") if corners else "xywh", strict=True)}
-    meaning |= {image: "image"} | ({} if label is None else {label: "class"})
-    read_as = ", ".join(meaning.get(column, "not used") for column in columns)
+    meaning: dict[int | None, str] = dict(
+        zip(box, ("x1", "y1", "x2", "y2") if box_format == "xyxy" else "xywh", strict=True)
+    )
+    meaning |= {label: "class", images[0]: "image"} | dict.fromkeys(splits[:1], "split")
+    read_as = ", ".join(meaning.get(column, "…") for column in range(width))
     return CsvLayout(
         delimiter=delimiter,
         header=(),
-        file_column=image,
+        file_column=images[0],
         label_column=label,
         box_columns=tuple(box),
-        box_format="xyxy" if corners else "xywh",
+        box_format=box_format,
+        split_column=splits[0] if splits else None,
         notes=(f"no header: the columns are read as {read_as}",),
     )
-
-
-def _are_corners(row: list[str], box: list[int]) -> bool:
-    """Returns whether a row has corners with an area, or no box."""
-    texts = [row[column].replace(",", ".") for column in box]
-    x1, y1, x2, y2 = map(float, texts) if all(texts) else (0.0, 0.0, 1.0, 1.0)
-    return x2 > x1 and y2 > y1
 
 
 def _is_number(text: str) -> bool:

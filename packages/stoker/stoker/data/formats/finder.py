@@ -36,7 +36,7 @@ from stoker.data.formats import (
     yolo,
 )
 from stoker.data.formats.images import is_below
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter, group_by_folder
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWriter
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
@@ -286,57 +286,41 @@ Walked = Sequence[tuple[Path, list[str]]]
 
 
 def find_fuller(layout: DatasetLayout, table: AnnotationTable, walked: Walked) -> DatasetLayout | None:
-    """Returns the data set in another format, in the same folder or one below, that annotates all images that this one
-    annotates, and more; None if there is none. Of the same folder only if this one annotates no image that exists: the
-    order of formats decides there. An image that does not exist does not count. walked: of the layout's root."""
-    annotated = _annotated_images(layout, table, first_only=True)
+    """Returns the data set in another format, in a folder below or the same one, that annotates all images that this
+    one annotates, and more; None if there is none. In the same folder the order of formats decides, unless this one
+    annotates no image. An image that does not exist does not count. walked: of the layout's root."""
+    has_images = next(_iter_annotated(layout, table), None) is not None
     nested = (_detect_in_folder(path, None) for path in _dirs_with_others(layout, walked))
-    others = [*(() if annotated else layout.others), *(other for other in nested if other is not None)]
-    for other in others:
-        if other.format == layout.format:
-            continue
+    for other in [*(() if has_images else layout.others), *filter(None, nested)]:
         with contextlib.suppress(DataError, OSError):  # it is not what would be read
-            fuller = _annotated_images(other, FORMATS[other.format].read(other, ProblemCollector()))
-            if annotated:
-                annotated = _annotated_images(layout, table)
-            if annotated < fuller:
-                reads = f"; --format {layout.format} reads it" if annotated else ""
-                counts = f"it annotates {len(annotated):,} images that exist, {other.description} {len(fuller):,}"
-                return replace(other, notes=(f"not read: {layout.description}: {counts}{reads}", *other.notes))
+            theirs = set(_iter_annotated(other, FORMATS[other.format].read(other, ProblemCollector())))
+            if other.format != layout.format and (own := set(_iter_annotated(layout, table))) < theirs:
+                counts = f"it annotates {len(own):,} images that exist, {other.description} {len(theirs):,}"
+                hint = f"; --format {layout.format} reads it" if own else ""
+                return replace(other, notes=(f"not read: {layout.description}: {counts}{hint}", *other.notes))
     return None
 
 
-def _annotated_images(layout: DatasetLayout, table: AnnotationTable, *, first_only: bool = False) -> set[str]:
-    """Returns the images that exist and have a box; first_only: no more than one."""
-    num_boxes = np.bincount(table.image_index, minlength=len(table.file_names))
-    is_file = np.isin(np.arange(len(num_boxes)), table.images_that_are_files())
-    found: set[str] = set()
-    for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(num_boxes)):
-        folder = os.path.realpath(layout.root / table.folders[folder_index])
-        for image_index in indices.tolist():
-            path = os.path.join(folder, table.file_names[image_index])
-            if not is_file[image_index] or os.path.isfile(path):
-                found.add(path)
-                if first_only:
-                    return found
-    return found
+def _iter_annotated(layout: DatasetLayout, table: AnnotationTable) -> Iterator[str]:
+    """Yields the images that exist and have a box."""
+    for image_index in np.flatnonzero(np.bincount(table.image_index)).tolist():
+        path = os.path.join(layout.root, table.image_path(image_index))
+        if table.byte_range is not None or os.path.isfile(path):
+            yield os.path.realpath(path)
 
 
 def _dirs_with_others(layout: DatasetLayout, walked: Walked) -> list[Path]:
     """Returns the folders in the root with images, and annotation files that are not those of the layout."""
     used = [os.path.realpath(part.annotations) for part in layout.parts]
-    with_images, with_others = set[str](), set[str]()
-    for folder, names in walked:
-        if folder == layout.root:
-            continue
-        top = folder.relative_to(layout.root).parts[0]
+    with_images, with_others = set[Path](), set[Path]()
+    for folder, names in walked[1:]:
+        top = layout.root / folder.relative_to(layout.root).parts[0]
         if top not in with_images and any(map(folders.is_image_name, names)):
             with_images.add(top)
-        real_dir = os.path.realpath(folder)
-        if top not in with_others and not is_below(real_dir, used):
-            others = (name for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
-            with_others.update(top for name in others if os.path.join(real_dir, name) not in used)
-    return [layout.root / top for top in sorted(with_images & with_others)]
+        others = [os.path.join(os.path.realpath(folder), n) for n in names if n.lower().endswith(ANNOTATION_SUFFIXES)]
+        if top not in with_others and not all(is_below(path, used) for path in others):
+            with_others.add(top)
+    return sorted(with_images & with_others)
 
 
 def describe_unused(
@@ -399,7 +383,7 @@ def _describe_other(
         try:
             other_table = FORMATS[other.format].read(other, ProblemCollector())
             num_boxes = len(other_table.boxes)
-            if num_boxes and not _annotated_images(other, other_table, first_only=True):
+            if num_boxes and next(_iter_annotated(other, other_table), None) is None:
                 return f"found {layout.description} and {other.description}: no image of the other exists"
             num_more = num_boxes - len(table.boxes)
             is_more = ", which are more" if num_more > 0 else ""

@@ -2,32 +2,27 @@
 
 Also `labels/` with `images/` (NVIDIA TAO), a folder per split, and the lists `ImageSets/train.txt` and `val.txt`.
 `DontCare` regions are crowd boxes of each class: detections in them are neither right nor wrong. Only the class and the
-box of a line are read. Format: https://www.cvlibs.net/datasets/kitti/eval_object.php (its readme.txt).
+box of a line are read, as `public_sets.toml` says. Format: https://www.cvlibs.net/datasets/kitti/eval_object.php.
 """
 
 import os
-import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from stoker.data.formats import folders
-from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder
+from stoker.data.formats.images import ImageFile, ImageLocator, TableBuilder
+from stoker.data.formats.public import ObjectReader, fields_of, public_sets
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
-
-_LINE = re.compile(rb"[^\s\d.+-]\S*(\s+[-+]?[\d.]+(e[-+]?\d+)?){14,15}\s*$", re.IGNORECASE)
-"""A class and 14 numbers, or 15 with a score."""
 
 
 def recognize(folder: Path) -> DatasetLayout | None:
     """Returns the KITTI data set in a folder (not in subfolders), or None."""
 
     def has_labels(path: Path) -> bool:
-        heads = map(folders.read_head, folders.list_files(path, ".txt")[: folders.MAX_PROBES])
-        return any(_LINE.match(head.partition(b"\n")[0]) for head in heads)
+        return any(map(public_sets()["KITTI"].matches, folders.list_files(path, ".txt")[: folders.MAX_PROBES]))
 
     found = folders.find_annotated_dirs(folder, has_labels)
     if not found:
@@ -46,7 +41,8 @@ def recognize(folder: Path) -> DatasetLayout | None:
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files. Raises DataError if none of the listed images has one."""
     builder = TableBuilder(layout, problems, box_id_kind="line")
-    ignored: list[Box] = []
+    row = public_sets()["KITTI"]
+    reader = ObjectReader(row, builder)
     unlisted: dict[str, tuple[Path, str]] = {}
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
@@ -60,41 +56,19 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 problems.add("no-annotation-file", f"{os.path.relpath(part.image_list or '', layout.root)}: {name}")
                 continue
             location = os.path.relpath(files[name], layout.root)
-            builder.add_image(ImageFile(*images[name], part.split_index), location)
-            ignored += _read_labels(files[name], location, builder)
+            index = builder.add_image(ImageFile(*images[name], part.split_index), location)
+            text = regular_files.read_text(files[name], encoding="utf-8-sig", errors="replace")
+            for number, line in enumerate(text.splitlines(), 1):
+                reader.add(fields_of(line, row) or None, index, number, f"{location}:{number}")
         builder.notes += locator.notes()
     for folder, name in unlisted.values():
         problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
         raise make_error(DataError, "kitti-without-labels", layout.parts[0].image_list)
-    classes = sorted({str(box.label) for box in builder.boxes})
-    builder.boxes += [box._replace(label=name) for box, name in product(ignored, classes)]
-    if ignored:
-        builder.notes.append(f"{len(ignored):,} × DontCare: a crowd box of each class, in which detections are ignored")
-    return builder.build()
+    return builder.build(reader.add_ignored())
 
 
 def _read_list(file: Path) -> list[str]:
     """Returns the names in a list, without a suffix or folders."""
     lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace").splitlines()
     return list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
-
-
-def _read_labels(file: Path, location: str, builder: TableBuilder) -> list[Box]:
-    """Adds the boxes of the image that was added last; returns its DontCare regions."""
-    ignored: list[Box] = []
-    text = regular_files.read_text(file, encoding="utf-8-sig", errors="replace")
-    for line, row in enumerate(text.splitlines(), 1):
-        if not row.strip():
-            continue
-        name, *values = row.split()
-        try:
-            x1, y1, x2, y2 = (float(value) for value in values[3:7])
-        except ValueError:
-            builder.drop_box("malformed-row", f"{location}:{line}: {row[:60]!r}")
-            continue
-        if name.lower() == "dontcare":
-            ignored.append(Box(len(builder.images) - 1, name, (x1, y1, x2, y2), line, is_crowd=True))
-        else:
-            builder.add_box(name, (x1, y1, x2, y2), line)
-    return ignored
