@@ -27,9 +27,8 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
-_POINTER = b"version https://git-lfs"
-_MAX_POINTER_BYTES = 1024
-"""https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md: a pointer has fewer bytes."""
+POINTER = b"version https://git-lfs"
+"""The first bytes of a pointer, which has less than 1024: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md."""
 
 
 class PointerError(OSError):
@@ -67,7 +66,7 @@ def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, m
 def open_file(path: str | Path, *, max_bytes: int | None = None, flags: int = 0) -> BufferedReader:
     """The same as a binary file object. Raises PointerError for a file that Git LFS has not downloaded."""
     fd = open_fd(path, max_bytes=max_bytes, flags=flags)
-    if os.fstat(fd).st_size < _MAX_POINTER_BYTES and os.pread(fd, len(_POINTER), 0) == _POINTER:
+    if os.fstat(fd).st_size < 1024 and os.pread(fd, len(POINTER), 0) == POINTER:
         os.close(fd)
         text = "it is a pointer of Git LFS instead of the file, which `git lfs pull` gets"
         raise PointerError(errno.EINVAL, text, os.fspath(path))

@@ -201,8 +201,7 @@ def test_what_is_wrong_in_a_public_set_is_reported_with_its_place(tmp_path: Path
     problems = {problem.kind: problem for problem in open_index(tmp_path).problems}
     lines_of = {kind: [text.partition(": ")[0] for text in problem.examples] for kind, problem in problems.items()}
     assert lines_of["malformed-row"] == ["annotations/01.txt:2", "annotations/01.txt:4"]
-    assert lines_of["unknown-class"] == ["annotations/01.txt:3"]
-    assert "'77' of " in problems["unknown-class"].examples[0]
+    assert problems["unknown-class"].examples == ("annotations/01.txt:3: '10,20,50,30,1,77,0,0'",)
 
 
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:

@@ -244,13 +244,7 @@ def open_index(
     def open_path(path: Path) -> Index:
         layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
         return open_layout(
-            layout,
-            path,
-            splits,
-            classes=tuple(classes),
-            allow_outside=bool(allow_outside),
-            problems=problems,
-            may_replace=format is None and not splits.files and path.is_dir(),
+            layout, path, splits, classes=tuple(classes), allow_outside=bool(allow_outside), problems=problems
         )
 
     if not os.fspath(data):
@@ -316,10 +310,9 @@ def open_layout(
     classes: tuple[str, ...] = (),
     allow_outside: bool = False,
     problems: ProblemCollector | None = None,
-    may_replace: bool = False,
 ) -> Index:
-    """Returns the index of a layout that was found in `data`; the rest is as in `open_index`. may_replace: another
-    format there is read instead if it annotates more (`finder.find_fuller`)."""
+    """Returns the index of a layout that was found in `data`, or of one that annotates more (`finder.find_fuller`); the
+    rest is as in `open_index`."""
     is_checked = problems is not None
     cache_key_path = layout.parts[0].annotations if len(layout.parts) == 1 else layout.root
     described = layout
@@ -342,16 +335,10 @@ def open_layout(
             raise make_error(DataError, "too-many-classes", file, names=names, count=count, limit=MAX_CLASSES)
         images.repair_names(table, layout.root, problems)
         walked = finder.walk(layout.root)
-        if may_replace and (fuller := finder.find_fuller(layout, table, walked)) is not None:
+        if layout.may_be_replaced and (fuller := finder.find_fuller(layout, table, walked)) is not None:
             problems.clear()
-            return open_layout(
-                fuller,
-                data,
-                options,
-                classes=classes,
-                allow_outside=allow_outside,
-                problems=problems if is_checked else None,
-            )
+            own = problems if is_checked else None
+            return open_layout(fuller, data, options, classes=classes, allow_outside=allow_outside, problems=own)
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)
         table.notes += finder.describe_unused(layout, table, problems, walked)

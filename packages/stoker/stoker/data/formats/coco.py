@@ -210,16 +210,18 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     return True
 
 
-def _find_base(existing: list[Path], others: list[Path], names: list[str], base_names: list[str]) -> tuple[Path, bool]:
-    """Returns the folder that has most of a few of the images, and whether only by their `base_names`."""
-    for directories, candidates in product((existing, others), (names, base_names)):
-        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
-        counts = [(sum(os.path.isfile(folder / name) for name in probes), folder) for folder in directories]
+def _find_base(existing: list[Path], others: list[Path], names: list[str]) -> tuple[Path, int]:
+    """Returns the folder that has most of a few of the images, and how many folders their names begin with too many."""
+    probes = names[:: max(1, len(names) // folders.MAX_PROBES)]
+    depth = max(name.count("/") for name in probes)
+    for directories, num_ignored in product((existing, others), range(depth + 1)):
+        shown = [name.split("/", num_ignored)[-1] for name in probes]
+        counts = [(sum(os.path.isfile(folder / name) for name in shown), folder) for folder in directories]
         num_found, best = max(counts, key=lambda count: count[0], default=(0, existing[0]))
         if num_found:
-            return best, candidates is base_names
+            return best, num_ignored
     # the folder whose files have these names in another case or Unicode form, if any
-    return max(existing, key=lambda folder: len(resolve_names(folder, names))), False
+    return max(existing, key=lambda folder: len(resolve_names(folder, names))), 0
 
 
 def _locate_images(
@@ -233,14 +235,14 @@ def _locate_images(
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-    base, strip_dirs = _find_base(existing, folders.list_dirs_below(folder_table.root), names, base_names)
+    base, num_ignored = _find_base(existing, folders.list_dirs_below(folder_table.root), names)
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
-    if strip_dirs and names != base_names:
-        ignored = "the folders in its file names are ignored"
-        notes.append(f"{part.annotations.name}: {ignored}; the images are in {base.name}/")
-        names = base_names
+    if num_ignored:
+        names = [name.split("/", num_ignored)[-1] for name in names]
+        which = "the folders" if names == base_names else f"the first {num_ignored} folders"
+        notes.append(f"{part.annotations.name}: {which} in its file names are ignored; the images are in {base.name}/")
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
     elif absolute := [i for i, name in enumerate(names) if ABSOLUTE.match(name) and not os.path.isfile(name)]:
@@ -486,29 +488,23 @@ def _to_corners(part: _Part, names: list[str], folder_table: FolderTable, proble
     if len(boxes) and np.mean(boxes[:, 2] <= MAX_NORMALIZED) > MIN_FRACTION_CORNERS:  # first, as it is fast
         is_small = (np.abs(boxes) <= MAX_NORMALIZED).all(1)
         if np.mean(is_small) > MIN_FRACTION_CORNERS:
-            size = _measure(part, names, folder_table)[columns["image_index"]]
+            unmeasured = np.flatnonzero((columns["original_size"] == 0).any(1)).tolist()
+            dirs = [folder_table.root / path for path in folder_table.paths()]
+            files = [dirs[columns["folder_index"][i]] / names[i] for i in unmeasured]
+            columns["original_size"][unmeasured], _ = read_sizes(files)
+            size = columns["original_size"][columns["image_index"]]
             notes.append(f"{file.name}: boxes are within 0 … 1: fractions of image width and height")
             for i in np.flatnonzero(~is_small).tolist():
                 problems.add("not-normalized", f"{file.name}, annotation {columns['box_id'][i]}: {boxes[i].tolist()}")
             boxes *= np.where(is_small[:, None], size[:, [1, 0, 1, 0]], np.nan)
     boxes[:, 2:] += boxes[:, :2]
-    known = (size > 0).all(1)
-    note = corners_note(size[known].astype(np.float64), boxes[known])
-    if note is None and len(boxes) and np.mean(boxes[:, 2:] > 2 * boxes[:, :2]) > MIN_FRACTION_CORNERS:
-        note = _polygons_note(file)
-    if note is not None:
-        boxes[:, 2:] -= boxes[:, :2]
-        notes.append(f"{file.name}: {note}")
+    if len(boxes) and np.mean(boxes[:, 2:] > 2 * boxes[:, :2]) > MIN_FRACTION_CORNERS:  # they could be corners
+        known = (size > 0).all(1)
+        note = corners_note(size[known].astype(np.float64), boxes[known]) or _polygons_note(file)
+        if note is not None:
+            boxes[:, 2:] -= boxes[:, :2]
+            notes.append(f"{file.name}: {note}")
     return notes
-
-
-def _measure(part: _Part, names: list[str], folder_table: FolderTable) -> NDArray[np.int32]:
-    """Returns [R, 2], the height and width of the images, from their headers where the file does not give them."""
-    size: NDArray[np.int32] = part.columns["original_size"]
-    unmeasured, paths = np.flatnonzero((size == 0).any(1)), folder_table.paths()
-    folder_of = part.columns["folder_index"]
-    size[unmeasured], _ = read_sizes([folder_table.root / paths[folder_of[i]] / names[i] for i in unmeasured.tolist()])
-    return size
 
 
 class _Polygon(msgspec.Struct, gc=False):
@@ -516,16 +512,12 @@ class _Polygon(msgspec.Struct, gc=False):
     segmentation: Any = None
 
 
-class _Polygons(msgspec.Struct):
-    annotations: list[_Polygon]
-
-
 def _polygons_note(file: Path) -> str | None:
     """Returns a note if the boxes of a file are the corners of its polygons, all of which it decodes for that."""
     data = regular_files.read_bytes(file, max_bytes=regular_files.MAX_ANNOTATION_BYTES).removeprefix(b"\xef\xbb\xbf")
     count = 0
     with contextlib.suppress(TypeError, ValueError, *_UNREADABLE):
-        for entry in msgspec.json.decode(data, type=_Polygons).annotations:
+        for entry in msgspec.json.decode(data, type=_RawFile[_Polygon]).annotations:
             if isinstance(entry.segmentation, list) and entry.segmentation and entry.bbox:
                 points = np.array(list(chain.from_iterable(entry.segmentation)), np.float64).reshape(-1, 2)
                 bound = np.concatenate((points.min(0), points.max(0)))

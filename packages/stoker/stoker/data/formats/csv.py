@@ -4,15 +4,13 @@ There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle'
 different columns. They are recognized by their names, in any order and case; the column of images also by its values,
 as all are in a table without a header. Boxes are in pixels or normalized by image width and height; this is decided per
 table. A row without box and class is an image without objects. A row that cannot be read is dropped and reported; its
-image stays if another row names it. A table whose images are not in the folders near it is found, but not certain:
-another data set is preferred.
+image stays if another row names it.
 """
 
 import codecs
 import contextlib
 import csv
 import io
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,47 +66,14 @@ def _list_tables(folder: Path) -> list[Path]:
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    located, is_certain = [], False
-    for part in parts:
-        image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
-        names = _read_first_names(part.annotations)
-        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
-            is_certain = True
-        else:
-            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
-        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
+    below = folders.list_dirs_below(root)
+    nearby = [folders.iter_nearby_dirs(part.annotations.parent, root, part.split) for part in parts]
+    located = [replace(p, image_dirs=folders.unique([*dirs, *below])) for p, dirs in zip(parts, nearby, strict=True)]
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
         notes += folders.check_unannotated_splits(root, parts)
-    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
-    return DatasetLayout(
-        format="csv",
-        description=f"CSV ({names_of_tables})",
-        root=root,
-        parts=tuple(located),
-        notes=tuple(notes),
-        is_certain=is_certain,
-    )
-
-
-def _read_first_names(table: Path) -> list[str]:
-    layout = detect_csv_layout(table)
-    if layout is None:
-        return []
-    rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
-    values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
-
-
-def _has_images(folder: Path, names: list[str]) -> bool:
-    """Returns whether a folder has one of the named images, with or without the folders in the name or its suffix."""
-    if not folder.is_dir():
-        return False
-    base_names = [name.rpartition("/")[2] for name in names]
-    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
-        return True
-    without_suffix = {name for name in base_names if "." not in name and name}
-    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
+    title = f"CSV ({', '.join(str(part.annotations.relative_to(root)) for part in parts)})"
+    return DatasetLayout(format="csv", description=title, root=root, parts=tuple(located), notes=tuple(notes))
 
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -156,10 +121,8 @@ class CsvLayout:
     box_columns: tuple[int, ...]
     """Four columns, or one with "[x, y, width, height]", perhaps of several boxes."""
     box_format: BoxFormat
-    further_boxes: tuple[tuple[int, ...], ...] = ()
-    """The columns of other boxes in the same row, which may be empty."""
-    box_labels: tuple[int | None, ...] = ()
-    """The column of the class of each of these boxes, the first ones also; empty: `label_column` is that of all."""
+    boxes: tuple[tuple[tuple[int, ...], int | None], ...] = ()
+    """Of each of several boxes in a row, which may be empty: its columns, and that of its class."""
     size_columns: tuple[int, int] | None = None
     """Height and width of the image."""
     split_column: int | None = None
@@ -191,9 +154,8 @@ def _iter_parsed(text: str) -> Iterator[tuple[str, list[list[str]]]]:
 
 def describe_columns(path: Path) -> str:
     """Returns which columns a file has that is not a table of boxes, and which it lacks."""
-    header: list[str] = max(
-        (rows[0] for _, rows in _iter_parsed(read_text(path, folders.HEAD_BYTES))), key=len, default=[]
-    )
+    parsed = _iter_parsed(read_text(path, folders.HEAD_BYTES))
+    header: list[str] = max((rows[0] for _, rows in parsed), key=len, default=[])
     column_by_name = {_normalize_column(name): column for column, name in enumerate(header)}
     lacks = "images" if _find_box_columns(column_by_name)[0] else "boxes"
     names = ", ".join(name[:40] for name in header[:MAX_LISTED_COLUMNS]) + ", …" * (len(header) > MAX_LISTED_COLUMNS)
@@ -257,8 +219,8 @@ _NUMBERED = (
 """Names of columns of boxes that are side by side, in lower case."""
 
 
-def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[int, ...]], list[int | None], BoxFormat]:
-    """Returns the columns of each box of a row, the column of its own class, and what they contain: those whose names
+def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[tuple[int, ...], int | None]], BoxFormat]:
+    """Returns the columns of each box of a row and that of its own class, and what they contain: those whose names
     without a number are the columns of a box. x1, y1, x2, y2 are not: x and y alone are no box."""
     by_number: dict[int, dict[str, int]] = {}
     for column, written in enumerate(header):
@@ -266,24 +228,23 @@ def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[int, ...]], list
         if match := next(filter(None, matches), None):
             by_number.setdefault(int(match["number"]), {}).setdefault(_normalize_column(match["name"]), column)
     found = [(names, *_find_box_columns(names)) for _, names in sorted(by_number.items())]
-    formats = Counter(box_format for _, columns, box_format in found if columns)
-    usual = formats.most_common(1)[0][0] if formats else "xyxy"
-    boxes = [(columns, names) for names, columns, box_format in found if columns and box_format == usual]
+    first = next((box_format for _, columns, box_format in found if columns), "xyxy")
+    boxes = [(columns, names) for names, columns, box_format in found if columns and box_format == first]
     labels = [next((names[name] for name in COLUMNS.label if name in names), None) for _, names in boxes]
-    return [columns for columns, _ in boxes], labels, usual
+    return [(columns, label) for (columns, _), label in zip(boxes, labels, strict=True)], first
 
 
 def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     names = [_normalize_column(name) for name in rows[0]]
     column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
     box_columns, box_format = _find_box_columns(column_by_name)
-    numbered, box_labels, numbered_format = _find_numbered_boxes(rows[0])
+    boxes, boxes_format = _find_numbered_boxes(rows[0])
     notes = []
-    if len(numbered) > 1 or (numbered and not box_columns):
-        box_columns, box_format = numbered[0], numbered_format
-        notes.append(f"a row has up to {len(numbered)} boxes, side by side")
+    if len(boxes) > 1 or (boxes and not box_columns):
+        box_columns, box_format = boxes[0][0], boxes_format
+        notes.append(f"a row has up to {len(boxes)} boxes, side by side")
     else:
-        numbered, box_labels = [], []
+        boxes = []
     if len(box_columns) < 2:
         lists = [column for column in box_columns if _has_box_lists(rows[1:], column, default="0 0 0 0")]
         lists = lists or [column for column in range(len(names)) if _has_box_lists(rows[1:], column)]
@@ -293,16 +254,14 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     if len(box_columns) == 1:
         meaning = "the corners x1, y1, x2, y2" if box_format == "xyxy" else "x, y, width, height"
         notes.append(f"column {rows[0][box_columns[0]]!r} is read as {meaning}")
-    used = {column for columns in (box_columns, *numbered) for column in columns}
-    used.update(column for column in box_labels if column is not None)
+    used = {*box_columns, *(column for columns, label in boxes for column in (*columns, label) if column is not None)}
 
     def first_unused(choices: tuple[str, ...]) -> int | None:
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = _find_file_column(
-        rows[1:], [column_by_name[name] for name in COLUMNS.file if name in column_by_name], used
-    )
+    named = [column_by_name[name] for name in COLUMNS.file if name in column_by_name]
+    file_column = _find_file_column(rows[1:], named, used)
     if file_column is None:
         return None
     used.add(file_column)
@@ -312,8 +271,10 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     used |= {column for column in (*width_height, split_column) if column is not None}
     label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
-    if label_column is None and not any(column is not None for column in box_labels):
-        all_text = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+    if label_column is None and all(label is None for _, label in boxes):
+        all_text = [
+            column for column in range(len(names)) if column not in used and _is_column(rows[1:], column, _is_text)
+        ]
         text_columns = [column for column in all_text if not _is_about_image(rows[0][column])]
         if len(text_columns) == 1:
             label_column = text_columns[0]
@@ -327,8 +288,7 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         label_column=label_column,
         box_columns=box_columns,
         box_format=box_format,
-        further_boxes=tuple(numbered[1:]),
-        box_labels=tuple(box_labels),
+        boxes=tuple(boxes),
         size_columns=(width_height[1], width_height[0]) if width_height else None,
         split_column=split_column,
         class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
@@ -340,17 +300,21 @@ def _find_file_column(rows: list[list[str]], named: list[int], used: set[int]) -
     """Returns the column of images: the first that is called so and has names of images, else the first that has, else
     the first that is called so."""
     columns = [*named, *range(max(map(len, rows), default=0))]
-    with_images = (column for column in columns if column not in used and _has_image_names(rows, column))
+    with_images = (column for column in columns if column not in used and _is_column(rows, column, _is_image))
     return next(with_images, next((column for column in named if column not in used), None))
 
 
-def _has_image_names(rows: list[list[str]], column: int) -> bool:
-    values = [row[column].lower() for row in rows if column < len(row) and row[column]]
-    return bool(values) and all(value.endswith(_IMAGE_SUFFIXES) for value in values)
+def _is_column(rows: list[list[str]], column: int, test: Callable[[str], bool]) -> bool:
+    values = [row[column] for row in rows if column < len(row) and row[column]]
+    return bool(values) and all(map(test, values))
+
+
+def _is_image(text: str) -> bool:
+    return text.lower().endswith(tuple(folders.KNOWN_SUFFIXES))
 
 
 def _has_box_lists(rows: list[list[str]], column: int, default: str = "") -> bool:
-    """Returns whether the first value of a column is the four numbers of each of some boxes. default: if it has none."""
+    """Returns whether the first value of a column, or `default`, is the four numbers of each of some boxes."""
     values = (row[column] for row in rows if column < len(row) and row[column].lower() not in ("", *COLUMNS.no_box))
     return bool(_parse_boxes([next(values, default)], "xyxy"))
 
@@ -359,9 +323,6 @@ def _is_about_image(name: str) -> bool:
     """Returns whether the name of a text column has a word for what no class is: a source, a country."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
     return not set(words).isdisjoint(COLUMNS.no_class)
-
-
-_IMAGE_SUFFIXES = tuple(folders.KNOWN_SUFFIXES)
 
 
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
@@ -376,7 +337,7 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
         values = ([row[column] for row in rows if row[column]] for column in range(width))
         return [column for column, texts in enumerate(values) if 2 * sum(map(test, texts)) > len(texts)]
 
-    images = columns_of(lambda text: text.lower().endswith(_IMAGE_SUFFIXES))
+    images = columns_of(_is_image)
     splits = columns_of(lambda text: text.lower() in (*folders.SPLIT_BY_NAME, "unassigned"))
     numbers = columns_of(_is_number)
     if not images or len(numbers) < 4:
@@ -391,10 +352,8 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
     texts = [column for column in columns_of(bool) if column not in (images[0], *splits, *numbers)]
     rest = [column for column in numbers if column not in box]
     label = texts[0] if texts else rest[0] if len(rest) == 1 else None
-    meaning: dict[int | None, str] = dict(
-        zip(box, ("x1", "y1", "x2", "y2") if box_format == "xyxy" else "xywh", strict=True)
-    )
-    meaning |= {label: "class", images[0]: "image"} | dict.fromkeys(splits[:1], "split")
+    meaning = {label: "class", images[0]: "image"} | dict.fromkeys(splits[:1], "split")
+    meaning |= dict(zip(box, ("x1", "y1", "x2", "y2") if box_format == "xyxy" else "xywh", strict=True))
     read_as = ", ".join(meaning.get(column, "…") for column in range(width))
     return CsvLayout(
         delimiter=delimiter,
@@ -408,13 +367,12 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
     )
 
 
+def _is_text(text: str) -> bool:
+    return not _is_number(text)
+
+
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", text) is not None
-
-
-def _is_text(rows: list[list[str]], column: int) -> bool:
-    values = [row[column] for row in rows if column < len(row) and row[column]]
-    return bool(values) and not any(_is_number(value) for value in values)
 
 
 NO_CLASS_COLUMN = "object"
@@ -426,11 +384,10 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     builder = TableBuilder(layout, problems, box_id_kind="line")
     locators: dict[tuple[Path, ...], ImageLocator] = {}
     index_by_image: dict[tuple[int, Path, str], int] = {}
-    formats: set[BoxFormat] = set()
     for part in layout.parts:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
         first_box = len(builder.boxes)
-        formats.add(_read_table(part, locator, index_by_image, builder))
+        _read_table(part, locator, index_by_image, builder)
         builder.detect_units(part.annotations, first_box)
     if not builder.images:
         fix = "export the annotations again"
@@ -438,15 +395,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for locator in locators.values():
         builder.notes += locator.notes()
     table = builder.build()
-    if {"xyxy", "cxcywh"}.isdisjoint(formats):
-        correct_corners(table)
+    correct_corners(table)
     return table
 
 
 def _read_table(
     part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
-) -> BoxFormat:
-    """Adds the images of a table, and its boxes in its own units. Returns how they are written."""
+) -> None:
+    """Adds the images of a table, and its boxes in its own units."""
     table, problems = part.annotations, builder.problems
     layout = detect_csv_layout(table)
     if layout is None:
@@ -479,19 +435,17 @@ def _read_table(
                 builder.bad_boxes.append(image_index)
             else:
                 builder.boxes += [Box(image_index, name, xyxy, line) for name, xyxy in zip(label, boxes, strict=True)]
-    return layout.box_format
 
 
 def _iter_cells(values: list[str], layout: CsvLayout) -> Iterator[tuple[list[str], list[XYXY] | str]]:
     """Yields the classes and boxes of the cells of a row, or, in place of boxes, the kind of problem and a reason;
     nothing for an image without objects."""
-    for number, columns in enumerate((layout.box_columns, *layout.further_boxes)):
-        own_label = layout.box_labels[number] if layout.box_labels else None
+    for columns, own_label in layout.boxes or [(layout.box_columns, None)]:
         label_column = layout.label_column if own_label is None else own_label
         label = NO_CLASS_COLUMN if label_column is None else _cell(values, label_column)
         texts = [_cell(values, column) for column in columns]
         if not any(texts):
-            if label and label_column is not None and not layout.further_boxes:
+            if label and label_column is not None and not layout.boxes:
                 yield [], "no-box"
         elif len(columns) > 1 or texts[0].lower() not in COLUMNS.no_box:
             boxes = _parse_boxes(texts, layout.box_format)

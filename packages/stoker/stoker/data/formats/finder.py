@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,6 @@ from stoker.data.formats import (
     cvat,
     folders,
     jsonl,
-    kitti,
     label_studio,
     labelme,
     openimages,
@@ -63,7 +63,7 @@ class DataFormat(NamedTuple):
 FORMATS = {
     "coco": DataFormat(coco.recognize, coco.read, (".json",), coco.CocoWriter),
     "voc": DataFormat(voc.recognize, voc.read, (), voc.VocWriter),
-    "kitti": DataFormat(kitti.recognize, kitti.read),
+    "kitti": DataFormat(partial(public.recognize, format="kitti"), public.read),
     "yolo": DataFormat(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
     "tfrecord": DataFormat(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
     "openimages": DataFormat(openimages.recognize, openimages.read, (".csv",)),
@@ -94,10 +94,21 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     if data.is_file():
         return _detect_file(data, format)
     root_layout = _detect_in_folder(data, format)
-    if root_layout is not None and root_layout.is_certain:
-        return root_layout
-    subdirs = ((path, _detect_in_folder(path, format)) for path in folders.list_subdirs(data).values())
-    nested = [(path, layout) for path, layout in subdirs if layout is not None]
+    layout = root_layout
+    if layout is None or not layout.is_certain:
+        layout = _detect_below(data, folders.list_subdirs(data).values(), format, root_layout) or root_layout
+    if layout is None:
+        raise _no_annotations_found(data, format)
+    return replace(layout, may_be_replaced=format is None)
+
+
+def _detect_below(
+    data: Path, subdirs: Iterable[Path], format: str | None, root_layout: DatasetLayout | None = None
+) -> DatasetLayout | None:
+    """Returns the data set in one of the folders in a folder, or in several that are its splits. root_layout: the one
+    that is there too, and that is only given up for a certain one. Raises DataError for several data sets."""
+    layouts = ((path, _detect_in_folder(path, format)) for path in subdirs)
+    nested = [(path, layout) for path, layout in layouts if layout is not None]
     candidates = [item for item in nested if item[1].is_certain] or ([] if root_layout is not None else nested)
     if len(candidates) == 1:
         path, layout = candidates[0]
@@ -106,14 +117,11 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
             hint = f"its images were not found; --format {root_layout.format} reads it"
             notes.append(f"not read: {root_layout.description}, {hint}")
         return replace(layout, notes=(*notes, *layout.notes))
-    if candidates:
-        if (merged := _merge_split_folders(data, candidates)) is not None:
-            return merged
+    merged = _merge_split_folders(data, candidates) if candidates else None
+    if candidates and merged is None:
         names = [path.name for path, _ in candidates]
         raise make_error(DataError, "several-data-sets", data, choices=names, count=len(names), example=data / names[0])
-    if root_layout is not None:
-        return root_layout
-    raise _no_annotations_found(data, format)
+    return merged
 
 
 def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
@@ -281,20 +289,22 @@ MAX_LISTED_DIRS = 5
 ANNOTATION_SUFFIXES = (".xml", ".txt", ".json", ".csv")
 
 
-Walked = Sequence[tuple[Path, list[str]]]
-"""What `walk` returns."""
-
-
-def find_fuller(layout: DatasetLayout, table: AnnotationTable, walked: Walked) -> DatasetLayout | None:
+def find_fuller(
+    layout: DatasetLayout, table: AnnotationTable, walked: Sequence[tuple[Path, list[str]]]
+) -> DatasetLayout | None:
     """Returns the data set in another format, in a folder below or the same one, that annotates all images that this
-    one annotates, and more; None if there is none. In the same folder the order of formats decides, unless this one
-    annotates no image. An image that does not exist does not count. walked: of the layout's root."""
+    one annotates, and more, or as many and is preferred; None if there is none. In the same folder the order of formats
+    decides, unless this one annotates no image. Images that do not exist do not count. walked: of the layout's root."""
     has_images = next(_iter_annotated(layout, table), None) is not None
-    nested = (_detect_in_folder(path, None) for path in _dirs_with_others(layout, walked))
-    for other in [*(() if has_images else layout.others), *filter(None, nested)]:
-        with contextlib.suppress(DataError, OSError):  # it is not what would be read
+    others: list[DatasetLayout | None] = [] if has_images else [*layout.others]
+    with contextlib.suppress(DataError, OSError):  # what is wrong below is not what would be read
+        others.append(_detect_below(layout.root, _dirs_with_others(layout, walked), None))
+    for other in (other for other in others if other is not None and other.format != layout.format):
+        with contextlib.suppress(DataError, OSError):
             theirs = set(_iter_annotated(other, FORMATS[other.format].read(other, ProblemCollector())))
-            if other.format != layout.format and (own := set(_iter_annotated(layout, table))) < theirs:
+            own = set(_iter_annotated(layout, table))
+            is_preferred = list(FORMATS).index(other.format) < list(FORMATS).index(layout.format)
+            if own < theirs or (own == theirs and is_preferred):
                 counts = f"it annotates {len(own):,} images that exist, {other.description} {len(theirs):,}"
                 hint = f"; --format {layout.format} reads it" if own else ""
                 return replace(other, notes=(f"not read: {layout.description}: {counts}{hint}", *other.notes))
@@ -309,22 +319,20 @@ def _iter_annotated(layout: DatasetLayout, table: AnnotationTable) -> Iterator[s
             yield os.path.realpath(path)
 
 
-def _dirs_with_others(layout: DatasetLayout, walked: Walked) -> list[Path]:
+def _dirs_with_others(layout: DatasetLayout, walked: Sequence[tuple[Path, list[str]]]) -> list[Path]:
     """Returns the folders in the root with images, and annotation files that are not those of the layout."""
     used = [os.path.realpath(part.annotations) for part in layout.parts]
-    with_images, with_others = set[Path](), set[Path]()
+    with_images, with_others = set[str](), set[str]()
     for folder, names in walked[1:]:
-        top = layout.root / folder.relative_to(layout.root).parts[0]
-        if top not in with_images and any(map(folders.is_image_name, names)):
-            with_images.add(top)
-        others = [os.path.join(os.path.realpath(folder), n) for n in names if n.lower().endswith(ANNOTATION_SUFFIXES)]
-        if top not in with_others and not all(is_below(path, used) for path in others):
-            with_others.add(top)
-    return sorted(with_images & with_others)
+        top, real_dir = folder.relative_to(layout.root).parts[0], os.path.realpath(folder)
+        paths = (os.path.join(real_dir, name) for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
+        with_others.update([top] * any(not is_below(path, used) for path in paths))
+        with_images.update([top] * any(map(folders.is_image_name, names)))
+    return [layout.root / top for top in sorted(with_images & with_others)]
 
 
 def describe_unused(
-    layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector, walked: Walked
+    layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector, walked: Sequence[tuple[Path, list[str]]]
 ) -> list[str]:
     """Returns notes on what is not used; another format with more boxes is a problem, too. table: before images were
     dropped. problems: those found so far."""
@@ -339,7 +347,7 @@ def describe_unused(
     num_unnamed = 0
     for folder, files in walked:
         real_dir = os.path.realpath(folder)
-        notes += _describe_pointers(layout, folder, files)
+        notes += _describe_pointers(folder, files)
         num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
         if real_dir in names_by_dir:
             num_unnamed += num_images
@@ -359,16 +367,11 @@ def describe_unused(
     return [*notes, *([f"not used: {'; '.join(texts)}"] if texts else [])]
 
 
-def _describe_pointers(layout: DatasetLayout, folder: Path, names: list[str]) -> Iterator[str]:
-    """Yields notes on annotation files that are missing, because Git LFS did not download them."""
-    files = [folder / name for name in sorted(names) if name.lower().endswith(ANNOTATION_SUFFIXES)]
-    for file in files[: folders.MAX_PROBES]:
-        try:
-            regular_files.open_file(file).close()
-        except regular_files.PointerError as error:
-            yield f"not read: {file.relative_to(layout.root)}: {error.strerror}"
-        except OSError:
-            continue  # whatever reads it says why it cannot be read
+def _describe_pointers(folder: Path, names: list[str]) -> list[str]:
+    """Returns notes on annotation files that Git LFS did not download."""
+    files = [name for name in sorted(names) if name.lower().endswith(ANNOTATION_SUFFIXES)][: folders.MAX_PROBES]
+    pointers = [name for name in files if folders.read_head(folder / name).startswith(regular_files.POINTER)]
+    return [f"not read: {name} is a pointer of Git LFS: `git lfs pull` gets the file" for name in pointers]
 
 
 def _plural(count: int, noun: str) -> str:

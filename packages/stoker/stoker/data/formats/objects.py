@@ -33,13 +33,10 @@ def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | 
     if not len(size):
         return None
     x1, y1, x2, y2 = xyxy.T
-    right, bottom = x2 - x1, y2 - y1
-    are_corners = (right > x1) & (bottom > y1)
-    if not are_corners.mean() > MIN_FRACTION_CORNERS:
-        return None
     height, width = size[:, 0] + 1, size[:, 1] + 1
     reaches_out = (x2 > width) | (y2 > height)
-    are_corners &= (right <= width) & (bottom <= height)
+    right, bottom = x2 - x1, y2 - y1
+    are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
     if not (reaches_out.mean() > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS):
         return None
     part = f"{100 * reaches_out.mean():.0f} %"

@@ -1,17 +1,19 @@
-"""Public data sets in layouts of their own: VisDrone, CrowdHuman, TT100K, WIDER FACE, DOTA, BDD100K, xView and others.
+"""Public data sets in layouts of their own: KITTI, VisDrone, CrowdHuman, WIDER FACE, DOTA, BDD100K, xView and others.
 
-`public_sets.toml` has a row for each: where its files are, how they begin, and where the image, the box and the class of
-an object are. Lines of text become objects with the names of their columns, so text and JSON are read alike. Not here:
-sets that are COCO JSON (Objects365, LVIS) or tables with names of columns or an image per row (SKU-110K, Global Wheat:
-`csv.py`); the files of KITTI (`kitti.py`, which reads their lines with `ObjectReader`).
+`public_sets.toml` has a row for each: where its files are, how they begin, and where the image, the box and the class
+of an object are. Lines of text become objects with the names of their columns, so text and JSON are read alike. Not
+here: sets that are COCO JSON (Objects365, LVIS) or tables with a header or an image per row (SKU-110K, Global Wheat:
+`csv.py`).
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,12 +33,14 @@ class PublicSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """A row of `public_sets.toml`, which says what the fields mean."""
 
     name: str
+    format: str = "public"
     source: str
-    dirs: tuple[str, ...]
+    dirs: tuple[str, ...] = ()
     suffix: str
     first_bytes: str
     content: Literal["json", "json-lines", "lines", "blocks"]
     per_image: bool = False
+    lists: str = ""
     rename: tuple[str, str] = ("^.*/", "")
     images: tuple[str, ...] = ()
     delimiter: str | None = None
@@ -51,6 +55,9 @@ class PublicSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ignored: dict[str, tuple[str, ...]] = {}
     unlisted: Literal["reported", "counted"] = "reported"
 
+    def image_name(self, location: str) -> str:
+        return re.sub(*self.rename, os.path.splitext(location)[0])
+
     def matches(self, file: Path) -> bool:
         is_named = file.name.endswith(self.suffix)
         return is_named and re.search(self.first_bytes.encode(), folders.read_head(file), re.M | re.S) is not None
@@ -64,39 +71,55 @@ def public_sets() -> dict[str, PublicSet]:
     return {row.name: row for row in rows}
 
 
-def recognize(path: Path) -> DatasetLayout | None:
-    """Returns the public set of a file, or of a folder (of its subfolders only those of the row); None if it is none."""
+def recognize(path: Path, format: str = "public") -> DatasetLayout | None:
+    """Returns the public set of a file, or of a folder (of its subfolders only those of the row); None if it is none.
+    format: of the rows that are tried."""
     root = path if path.is_dir() else folders.root_of(path)
-    for row in public_sets().values():
-        found = (
-            list(_find_annotations(path, row)) if path.is_dir() else [path] * (not row.per_image and row.matches(path))
-        )
+    for row in (row for row in public_sets().values() if row.format == format):
+        if path.is_dir():
+            found = list(_find_annotations(path, row))
+        else:
+            found = [] if row.per_image or not row.matches(path) else [(folders.split_from_name(path.name), path)]
         if found:
-            parts = folders.sort_parts(_make_part(root, file, row) for file in found)
-            names = ", ".join(os.path.relpath(file, root) for file in found[:3])
-            return DatasetLayout(format="public", description=f"{row.name} ({names})", root=root, parts=parts)
+            parts = folders.sort_parts(_make_part(root, split, file, row) for split, file in found)
+            lists = folders.split_lists(root / row.lists) if row.lists and len(parts) == 1 else {}
+            if "train" in lists or "trainval" in lists:
+                lists.setdefault("train", lists.get("trainval", Path()))
+                parts = tuple(replace(parts[0], split=s, image_list=lists[s]) for s in ("train", "val") if s in lists)
+            notes = (f"not read: {row.lists}/test.txt: the test images have no labels",) if "test" in lists else ()
+            title = f"{row.name} ({', '.join(os.path.relpath(file, root) for _, file in found[:3])})"
+            return DatasetLayout(format=format, description=title, root=root, parts=parts, notes=notes)
     return None
 
 
-def _find_annotations(folder: Path, row: PublicSet) -> Iterator[Path]:
-    """Yields the files of a row, or the folders of a file for each image."""
+def _find_annotations(folder: Path, row: PublicSet) -> Iterator[tuple[str | None, Path]]:
+    """Yields the files of a row, or the folders of a file for each image, with their splits."""
+
+    def list_own(directory: Path) -> list[Path]:
+        files = islice(_iter_files(directory, row), folders.MAX_PROBES)
+        return [file for file in files if row.matches(file)]
+
+    yield from folders.find_annotated_dirs(folder, list_own) if not row.dirs else ()
     directories = (path for pattern in row.dirs for path in (sorted(folder.glob(pattern)) if pattern else [folder]))
     for directory in filter(Path.is_dir, folders.unique(directories)):
-        matching = [file for file in islice(_iter_files(directory, row), folders.MAX_PROBES) if row.matches(file)]
-        yield from [directory] if row.per_image and matching else matching
+        for file in [directory] * bool(list_own(directory)) if row.per_image else list_own(directory):
+            yield folders.split_from_name(file.name), file
 
 
 def _iter_files(directory: Path, row: PublicSet) -> Iterator[Path]:
-    subdirs = folders.list_subdirs(directory).values() if row.per_image else ()
+    """Yields the files in a folder whose names may be those of a row; with `dirs`, also in the folders below it."""
+    subdirs = folders.list_subdirs(directory).values() if row.per_image and row.dirs else ()
     return chain(folders.list_files(directory, row.suffix.lower()), *(_iter_files(path, row) for path in subdirs))
 
 
-def _make_part(root: Path, file: Path, row: PublicSet) -> SplitFiles:
-    split, own_dir = folders.split_from_name(file.name), file if row.per_image else file.parent
+def _make_part(root: Path, split: str | None, file: Path, row: PublicSet) -> SplitFiles:
+    own_dir = file if row.per_image else file.parent
     patterns = [pattern.format(split=split or "*") for pattern in row.images]
-    own = [path for base in (root, own_dir) for pattern in patterns for path in sorted(base.glob(pattern))]
-    nearby = [*folders.iter_nearby_dirs(own_dir, root, split), *folders.list_dirs_below(root)]
-    return folders.file_part(file, split, [*own, *nearby])
+    image_dirs = [path for base in (root, own_dir) for pattern in patterns for path in sorted(base.glob(pattern))]
+    image_dirs += folders.list_image_dirs(own_dir.parent) if row.per_image else ()
+    if row.dirs:
+        image_dirs += [*folders.iter_nearby_dirs(own_dir, root, split), *folders.list_dirs_below(root)]
+    return folders.file_part(file, split, image_dirs)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -104,14 +127,17 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     sets, first = public_sets(), layout.parts[0].annotations
     row = sets.get(layout.description.partition(" (")[0]) or next(row for row in sets.values() if row.matches(first))
     builder = TableBuilder(layout, problems, box_id_kind="object")
-    reader = ObjectReader(row, builder)
+    reader = _ObjectReader(row, builder)
     index_by_image: dict[tuple[int, Path, str], int] = {}
+    read_files: set[Path] = set()
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
-        for file in _iter_files(part.annotations, row) if row.per_image else [part.annotations]:
+        files = _listed_files(part, row, problems) if row.per_image else [part.annotations]
+        read_files.update(files)
+        for file in files:
             location = os.path.relpath(file, layout.root)
             for number, (place, record) in enumerate(_iter_records(file, location, row, problems), 1):
-                name = re.sub(*row.rename, os.path.splitext(location)[0]) if row.per_image else _get(record, row.image)
+                name = row.image_name(location) if row.per_image else _get(record, row.image)
                 if not isinstance(name, str) or not is_usable_name(name):
                     problems.add("malformed-image", f"{location}{place}: it names no image")
                     continue
@@ -119,13 +145,30 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 key = locator.split_index(part.split, folder), folder, name
                 if (index := index_by_image.get(key)) is None:
                     index = index_by_image[key] = builder.add_image(ImageFile(folder, name, key[0]), location)
-                objects = _items(_get(record, row.objects)) if row.objects else [record]
+                objects = _items(_get(record, row.objects)) if row.objects else [record] * bool(record)
                 for position, item in enumerate(objects, 1 if row.objects else number):
                     reader.add(item, index, position, f"{location}{place}")
         builder.notes += locator.notes()
+    if row.lists:  # images with a file and in no list
+        for file in sorted(set(_iter_files(first, row)) - read_files):
+            folder, name = _locate(locator, row.image_name(os.path.relpath(file, layout.root)))
+            problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
     if not builder.images:
-        raise DataError("The annotations name no image.", location=builder.location(), fix="copy them again")
+        fix, cause = "copy them again", problems.describe()
+        raise DataError("The annotations name no image.", location=builder.location(), cause=cause, fix=fix)
     return builder.build(reader.add_ignored())
+
+
+def _listed_files(part: SplitFiles, row: PublicSet, problems: ProblemCollector) -> list[Path]:
+    """Returns the files of a part with a file for each image, those in its list if it has one."""
+    files = {file.stem: file for file in _iter_files(part.annotations, row)}
+    if part.image_list is None:
+        return list(_iter_files(part.annotations, row))
+    lines = regular_files.read_text(part.image_list, encoding="utf-8-sig", errors="replace").splitlines()
+    names = list(dict.fromkeys(Path(line.split()[0]).stem for line in lines if line.strip()))
+    for name in (name for name in names if name not in files):
+        problems.add("no-annotation-file", f"{row.lists}/{part.image_list.name}: {name}")
+    return [files[name] for name in names if name in files]
 
 
 def _iter_records(file: Path, location: str, row: PublicSet, problems: ProblemCollector) -> Iterator[tuple[str, Any]]:
@@ -133,26 +176,23 @@ def _iter_records(file: Path, location: str, row: PublicSet, problems: ProblemCo
     data = regular_files.read_bytes(file, max_bytes=regular_files.MAX_ANNOTATION_BYTES).removeprefix(b"\xef\xbb\xbf")
     if row.content == "json":
         yield from _iter_json(file, data, row)
-    elif row.content == "json-lines":
-        for number, line in enumerate(data.splitlines(), 1):
+        return
+    lines = [(n, line.strip()) for n, line in enumerate(data.decode("utf-8", "surrogateescape").splitlines(), 1)]
+    if row.content == "json-lines":
+        for number, line in filter(itemgetter(1), lines):
             try:
                 yield f":{number}", msgspec.json.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                if line.strip():
-                    problems.add("unreadable-annotations", f"{location}:{number}: it is not JSON: {error}")
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                problems.add("unreadable-annotations", f"{location}:{number}: it is not JSON: {error}")
     elif row.content == "blocks":  # the image, the number of its objects, and their lines, or a line of zeros for none
-        lines = [line.strip() for line in data.decode("utf-8", "surrogateescape").splitlines()]
-        for start, name in enumerate(lines):
+        for number, name in lines:
             if folders.is_image_name(name):
-                count = next((int(line) for line in lines[start + 1 : start + 2] if line.isdecimal()), 0)
-                objects = [fields_of(line, row) for line in lines[start + 2 : start + 2 + count]]
-                yield f":{start + 1}", {row.image: name, row.objects: objects}
+                count = next((int(line) for _, line in lines[number : number + 1] if line.isdecimal()), 0)
+                objects = [_fields(line, row) for _, line in lines[number + 1 : number + 1 + count]]
+                yield f":{number}", {row.image: name, row.objects: objects}
     else:
-        lines = [line.strip() for line in data.decode("utf-8", "surrogateescape").splitlines()]
-        used = [(n, line) for n, line in enumerate(lines, 1) if line and not re.match(r"[a-z]+:", line)]
-        yield from ((f":{n}", fields_of(line, row)) for n, line in used)
-        if row.per_image and not used:
-            yield "", None  # an image without objects
+        used = [(f":{n}", _fields(line, row)) for n, line in lines if line and not re.match(r"[a-z]+:", line)]
+        yield from used or [("", None)] * row.per_image  # None: an image without objects
 
 
 def _iter_json(file: Path, data: bytes, row: PublicSet) -> Iterator[tuple[str, Any]]:
@@ -165,9 +205,8 @@ def _iter_json(file: Path, data: bytes, row: PublicSet) -> Iterator[tuple[str, A
         raise make_error(DataError, "invalid-json", file, text=str(error), num_bytes=len(data)) from error
 
 
-def fields_of(line: str, row: PublicSet) -> dict[str, str]:
-    """Returns the fields of a line by the names of their columns."""
-    return dict(zip(row.columns, line.split(row.delimiter), strict=False))
+def _fields(line: str, row: PublicSet) -> dict[str, str]:
+    return {**dict(zip(row.columns, line.split(row.delimiter), strict=False)), "": line}
 
 
 def _get(value: Any, path: str) -> Any:
@@ -185,14 +224,12 @@ def _items(value: Any) -> list[Any]:
 
 
 def _locate(locator: ImageLocator, name: str) -> tuple[Path, str]:
-    if name.lower().endswith(tuple(folders.KNOWN_SUFFIXES)):
-        return locator.locate(name)
-    return locator.find(*(f"{name}{suffix}" for suffix in folders.IMAGE_SUFFIXES), name) or locator.locate(
-        f"{name}.jpg"
-    )
+    has_suffix = name.lower().endswith(tuple(folders.KNOWN_SUFFIXES))
+    names = [name] if has_suffix else [f"{name}{suffix}" for suffix in (*folders.IMAGE_SUFFIXES, "")]
+    return locator.find(*names) or locator.locate(names[0])
 
 
-class ObjectReader:
+class _ObjectReader:
     """Adds the objects of images to a table. Those that the row calls ignored become crowd boxes at the end."""
 
     def __init__(self, row: PublicSet, builder: TableBuilder) -> None:
@@ -200,15 +237,13 @@ class ObjectReader:
         self._ignored: list[Box] = []
 
     def add(self, item: Any, image_index: int, number: int, place: str) -> None:
-        """Adds the box of an object; reports or counts one without a usable box or class. None: there is no object."""
+        """Adds the box of an object; reports or counts one without a usable box or class."""
         row, builder = self._row, self._builder
         values = [_get(item, path) for path in row.box]
         written = str(_get(item, row.label)) if row.label else next(iter(row.classes))
         is_ignored = any(str(_get(item, path)).lower() in texts for path, texts in row.ignored.items())
         name = row.classes.get(written, "") if row.classes else written * (not is_ignored)
         problem = ""
-        if item is None:
-            return
         if not name and not is_ignored and row.unlisted == "counted":
             builder.counts[f"{written}, which is no class of objects and is not read"] += 1
         elif all(value is None for value in values) and row.content == "json":
@@ -221,7 +256,8 @@ class ObjectReader:
             box = Box(image_index, name, xyxy, number, is_crowd=is_ignored)
             (self._ignored if is_ignored else builder.boxes).append(box)
         if problem:
-            builder.problems.add(problem, f"{place}: {written!r} of {str(item)[:60]}")
+            text = repr(item[""][:60]) if "" in item else f"object {number}: {str(item)[:60]}"
+            builder.problems.add(problem, f"{place}: {text}")
             builder.bad_boxes.append(image_index)
 
     def add_ignored(self) -> list[str]:
