@@ -228,7 +228,7 @@ def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[tuple[int, ...],
         if match := next(filter(None, matches), None):
             by_number.setdefault(int(match["number"]), {}).setdefault(_normalize_column(match["name"]), column)
     found = [(names, *_find_box_columns(names)) for _, names in sorted(by_number.items())]
-    first = next((box_format for _, columns, box_format in found if columns), "xyxy")
+    first: BoxFormat = next((box_format for _, columns, box_format in found if columns), "xyxy")
     boxes = [(columns, names) for names, columns, box_format in found if columns and box_format == first]
     labels = [next((names[name] for name in COLUMNS.label if name in names), None) for _, names in boxes]
     return [(columns, label) for (columns, _), label in zip(boxes, labels, strict=True)], first
@@ -484,10 +484,10 @@ def _parse_boxes(texts: list[str], box_format: BoxFormat) -> list[XYXY]:
         return []
     if len(numbers) % 4:
         return []
-    return [_to_xyxy(*numbers[start : start + 4], box_format) for start in range(0, len(numbers), 4)]
+    return [_to_xyxy(box_format, *numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
 
 
-def _to_xyxy(a: float, b: float, c: float, d: float, box_format: BoxFormat) -> XYXY:
+def _to_xyxy(box_format: BoxFormat, a: float, b: float, c: float, d: float) -> XYXY:
     if box_format == "xyxy":
         return a, b, c, d
     if box_format == "xywh":

@@ -148,8 +148,9 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
     subdirs = list_subdirs(folder)
     for split in SPLITS:
         paths = [path for name, path in subdirs.items() if SPLIT_BY_NAME.get(name) == split]
-        for suffixes in (IMAGE_SUFFIXES, _DATA_SUFFIXES) if len(paths) > 1 else ():
-            paths = [path for path in paths if has_files(path, suffixes)] or paths
+        if len(paths) > 1:
+            kinds = ([path for path in paths if has_files(path, own)] for own in (IMAGE_SUFFIXES, _DATA_SUFFIXES))
+            paths = next(filter(None, kinds), paths)
         if len(paths) > 1:
             names = [path.name for path in paths]
             raise make_error(DataError, "two-split-folders", folder, choices=names, split=split)

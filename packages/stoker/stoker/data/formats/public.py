@@ -15,7 +15,7 @@ from importlib import resources
 from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
@@ -191,7 +191,9 @@ def _iter_records(file: Path, location: str, row: PublicSet, problems: ProblemCo
                 objects = [_fields(line, row) for _, line in lines[number + 1 : number + 1 + count]]
                 yield f":{number}", {row.image: name, row.objects: objects}
     else:
-        used = [(f":{n}", _fields(line, row)) for n, line in lines if line and not re.match(r"[a-z]+:", line)]
+        used: list[tuple[str, Any]] = [
+            (f":{n}", _fields(line, row)) for n, line in lines if line and not re.match(r"[a-z]+:", line)
+        ]
         yield from used or [("", None)] * row.per_image  # None: an image without objects
 
 
@@ -284,4 +286,4 @@ def _bound(values: list[Any], row: PublicSet) -> XYXY | None:
         a, b, c, d = numbers
     except (TypeError, ValueError):
         return None
-    return cast(XYXY, (a, b, a + c, b + d) if row.box_format == "xywh" else (a, b, c, d))
+    return (a, b, a + c, b + d) if row.box_format == "xywh" else (a, b, c, d)
