@@ -270,10 +270,6 @@ MAX_QUOTED_CHARS = 120
 """Characters of an entry that are quoted in a message."""
 
 
-POLYGON_TOLERANCE_PX = 2.0
-"""How far the box around a polygon may differ from the annotated one: rounding, and tools that count the last pixel."""
-
-
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 Convert = Callable[..., Any]
 """(entry, type=, strict=) → an object of that type. Raises one of `_UNREADABLE`."""
@@ -521,7 +517,7 @@ def _polygons_note(file: Path) -> str | None:
             if isinstance(entry.segmentation, list) and entry.segmentation and entry.bbox:
                 points = np.array(list(chain.from_iterable(entry.segmentation)), np.float64).reshape(-1, 2)
                 bound = np.concatenate((points.min(0), points.max(0)))
-                if np.abs(bound - np.array(entry.bbox, np.float64)).max() > POLYGON_TOLERANCE_PX:
+                if np.abs(bound - np.array(entry.bbox, np.float64)).max() > 2:  # pixels: rounding, the last pixel
                     return None
                 count += 1
     return (

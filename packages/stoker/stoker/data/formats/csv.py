@@ -40,7 +40,6 @@ def recognize(path: Path) -> DatasetLayout | None:
     file is not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            read_text(path, folders.HEAD_BYTES)  # raises what is wrong with a file that is no text
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
             raise make_error(DataError, "csv-without-boxes", path, choices=choices, reason=describe_columns(path))
         return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
@@ -77,8 +76,6 @@ def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> Datas
 
 
 DELIMITERS = (",", ";", "\t", "|")
-MAX_LISTED_COLUMNS = 24
-"""Columns that a message names."""
 BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
 
 
@@ -158,7 +155,7 @@ def describe_columns(path: Path) -> str:
     header: list[str] = max((rows[0] for _, rows in parsed), key=len, default=[])
     column_by_name = {_normalize_column(name): column for column, name in enumerate(header)}
     lacks = "images" if _find_box_columns(column_by_name)[0] else "boxes"
-    names = ", ".join(name[:40] for name in header[:MAX_LISTED_COLUMNS]) + ", …" * (len(header) > MAX_LISTED_COLUMNS)
+    names = ", ".join(name[:40] for name in header[:24]) + ", …" * (len(header) > 24)
     return f"it has the columns {names}: none of {lacks} is recognized" if header else "it has no row"
 
 
@@ -272,9 +269,8 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
     if label_column is None and all(label is None for _, label in boxes):
-        all_text = [
-            column for column in range(len(names)) if column not in used and _is_column(rows[1:], column, _is_text)
-        ]
+        unused = (column for column in range(len(names)) if column not in used)
+        all_text = [column for column in unused if _is_column(rows[1:], column, lambda text: not _is_number(text))]
         text_columns = [column for column in all_text if not _is_about_image(rows[0][column])]
         if len(text_columns) == 1:
             label_column = text_columns[0]
@@ -365,10 +361,6 @@ def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout |
         split_column=splits[0] if splits else None,
         notes=(f"no header: the columns are read as {read_as}",),
     )
-
-
-def _is_text(text: str) -> bool:
-    return not _is_number(text)
 
 
 def _is_number(text: str) -> bool:

@@ -1,6 +1,6 @@
 """How images are annotated in JSON where no standard says it: the layouts of `LAYOUTS`, with sources in docs/data.md.
 
-Used for the samples of shards (`shards.py`) and for files with a JSON object per image (`jsonl.py`, `createml.py`).
+Used for the samples of shards (`shards.py`) and for files with a JSON object per image (`jsonl.py`).
 `read_boxes` reads the boxes of an image, `read_files` whole files.
 """
 

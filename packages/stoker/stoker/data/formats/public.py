@@ -214,10 +214,8 @@ def _fields(line: str, row: PublicSet) -> dict[str, str]:
 def _get(value: Any, path: str) -> Any:
     """Returns the value at a path; None where there is none."""
     for key in path.split(".") if path else ():
-        if isinstance(value, list):
-            value = dict(enumerate(value)).get(int(key))
-        else:
-            value = value.get(key) if isinstance(value, Mapping) else None
+        value = {str(n): item for n, item in enumerate(value)} if isinstance(value, list) else value
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
