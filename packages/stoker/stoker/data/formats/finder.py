@@ -71,7 +71,7 @@ FORMATS = {
     "cvat": DataFormat(cvat.recognize, cvat.read, (".xml",)),
     "labelme": DataFormat(labelme.recognize, labelme.read),
     "label-studio": DataFormat(label_studio.recognize, label_studio.read, (".json",)),
-    "createml": DataFormat(jsonl.recognize_createml, jsonl.read_createml, (".json",)),
+    "createml": DataFormat(partial(jsonl.recognize, format="createml"), jsonl.read, (".json",)),
     "jsonl": DataFormat(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
     "webdataset": DataFormat(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
     "parquet": DataFormat(parquet.recognize, parquet.read, parquet.SUFFIXES),

@@ -29,12 +29,9 @@ _LINE = re.compile(
     rb'(?=.*"(bbox|bboxes|boxes|objects|annotations|instances|detection|boundingBoxAnnotations|label"\s*:\s*\[\s*\{))'
 )
 """Keys of an image and of boxes; a label that is not a list of objects is the class of the whole image."""
-
-
 _CREATEML = re.compile(
     rb'\[(?=.*"coordinates")|\[\s*\{\s*"(image|image[fF]ilename)"\s*:[^{]*"annotations?"\s*:\s*\[', re.DOTALL
 )
-"""How a list of CreateML begins; its first images may have no annotations."""
 
 
 def is_jsonl(head: bytes) -> bool:
@@ -42,28 +39,28 @@ def is_jsonl(head: bytes) -> bool:
     return head.startswith(b"{") and any(map(_LINE.match, head.splitlines()[:100]))
 
 
-def recognize(path: Path) -> DatasetLayout | None:
-    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
-    return recognize_files(path, "jsonl", "JSON lines", SUFFIXES, is_jsonl)
+def is_createml(head: bytes) -> bool:
+    """Returns whether a file begins like a list of CreateML; its first images may have no annotations."""
+    return _CREATEML.match(head) is not None
+
+
+_KINDS = {"jsonl": ("JSON lines", SUFFIXES, is_jsonl), "createml": ("CreateML JSON", (".json",), is_createml)}
+
+
+def recognize(path: Path, format: str = "jsonl") -> DatasetLayout | None:
+    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none.
+    format: "jsonl" or "createml"."""
+    return recognize_files(path, format, *_KINDS[format])
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all files. Raises DataError if no line has annotations that are understood."""
-    return read_files(layout, problems, _iter_lines)
+    """Reads all files. Raises DataError if no image has annotations that are understood, or if a list is not JSON."""
+    return read_files(layout, problems, _iter_lines if layout.format == "jsonl" else _iter_list)
 
 
-def recognize_createml(path: Path) -> DatasetLayout | None:
-    return recognize_files(path, "createml", "CreateML JSON", ".json", lambda head: _CREATEML.match(head) is not None)
-
-
-def read_createml(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all files. Raises DataError if no image has annotations, or if a file is not JSON."""
-
-    def iter_images(path: Path, _builder: TableBuilder) -> Iterator[Entry]:
-        entries = read_json(path, list[dict[str, Any]], what="The file is not CreateML JSON.")
-        return ((f", image {number}", entry) for number, entry in enumerate(entries, 1))
-
-    return read_files(layout, problems, iter_images)
+def _iter_list(path: Path, _builder: TableBuilder) -> Iterator[Entry]:
+    entries = read_json(path, list[dict[str, Any]], what="The file is not CreateML JSON.")
+    return ((f", image {number}", entry) for number, entry in enumerate(entries, 1))
 
 
 def _iter_lines(path: Path, builder: TableBuilder) -> Iterator[Entry]:
