@@ -204,6 +204,15 @@ def test_what_is_wrong_in_a_public_set_is_reported_with_its_place(tmp_path: Path
     assert problems["unknown-class"].examples == ("annotations/01.txt:3: '10,20,50,30,1,77,0,0'",)
 
 
+def test_of_several_versions_the_last_is_read(tmp_path: Path) -> None:
+    old = "10 20 60 22 58 50 12 48 plane 0\n"
+    files = {"P0.png": None, "labelTxt-v1.0/labelTxt/P0.txt": old, "labelTxt-v1.5/P0.txt": DOTA}
+    write_set(tmp_path, {f"images/{name}" if name == "P0.png" else name: text for name, text in files.items()})
+    index = open_index(tmp_path)
+    assert targets(index) == SETS["DOTA"][1]
+    assert "not read: labelTxt-v1.0/, as there is another" in index.notes
+
+
 def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path) -> None:
     write_set(tmp_path, SETS["TT100K"][0])
     file = tmp_path / "data" / "annotations.json"

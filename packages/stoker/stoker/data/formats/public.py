@@ -81,14 +81,17 @@ def recognize(path: Path, format: str = "public") -> DatasetLayout | None:
         else:
             found = [] if row.per_image or not row.matches(path) else [(folders.split_from_name(path.name), path)]
         if found:
+            last = {split: (split, file) for split, file in found} if row.per_image else dict(enumerate(found))
+            older, found = [file for split, file in found if (split, file) not in last.values()], list(last.values())
             parts = folders.sort_parts(_make_part(root, split, file, row) for split, file in found)
             lists = folders.split_lists(root / row.lists) if row.lists and len(parts) == 1 else {}
             if "train" in lists or "trainval" in lists:
                 lists.setdefault("train", lists.get("trainval", Path()))
                 parts = tuple(replace(parts[0], split=s, image_list=lists[s]) for s in ("train", "val") if s in lists)
-            notes = (f"not read: {row.lists}/test.txt: the test images have no labels",) if "test" in lists else ()
+            notes = [f"not read: {row.lists}/test.txt: the test images have no labels"] if "test" in lists else []
+            notes += [f"not read: {os.path.relpath(file, root)}/, as there is another" for file in older]
             title = f"{row.name} ({', '.join(os.path.relpath(file, root) for _, file in found[:3])})"
-            return DatasetLayout(format=format, description=title, root=root, parts=parts, notes=notes)
+            return DatasetLayout(format=format, description=title, root=root, parts=parts, notes=tuple(notes))
     return None
 
 
