@@ -324,8 +324,9 @@ def _dirs_with_others(layout: DatasetLayout, walked: Sequence[tuple[Path, list[s
     with_images, with_others = set[str](), set[str]()
     for folder, names in walked[1:]:
         top, real_dir = folder.relative_to(layout.root).parts[0], os.path.realpath(folder)
-        paths = (os.path.join(real_dir, name) for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
-        with_others.update([top] * any(not is_below(path, used) for path in paths))
+        others = (name for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
+        is_used = is_below(real_dir, used) or all(os.path.join(real_dir, name) in used for name in others)
+        with_others.update([top] * (not is_used))
         with_images.update([top] * any(map(folders.is_image_name, names)))
     return [layout.root / top for top in sorted(with_images & with_others)]
 
