@@ -27,6 +27,14 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
+POINTER = b"version https://git-lfs"
+"""The first bytes of a pointer, which has less than 1024: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md."""
+
+
+class PointerError(OSError):
+    """A file whose content Git LFS has not downloaded: it has a few lines about it in its place."""
+
+
 def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, mode: int = 0o666) -> int:
     """A file descriptor for reading. Raises OSError for what is no regular file, or larger than `max_bytes`;
     SystemLimitError if there is no free descriptor, or memory for one. flags: more of `os.open`; with NO_LINKS a link
@@ -56,8 +64,13 @@ def open_fd(path: str | Path, *, max_bytes: int | None = None, flags: int = 0, m
 
 
 def open_file(path: str | Path, *, max_bytes: int | None = None, flags: int = 0) -> BufferedReader:
-    """The same as a binary file object."""
-    return os.fdopen(open_fd(path, max_bytes=max_bytes, flags=flags), "rb")
+    """The same as a binary file object. Raises PointerError for a file that Git LFS has not downloaded."""
+    fd = open_fd(path, max_bytes=max_bytes, flags=flags)
+    if os.fstat(fd).st_size < 1024 and os.pread(fd, len(POINTER), 0) == POINTER:
+        os.close(fd)
+        text = "it is a pointer of Git LFS instead of the file, which `git lfs pull` gets"
+        raise PointerError(errno.EINVAL, text, os.fspath(path))
+    return os.fdopen(fd, "rb")
 
 
 def no_links(path: str, flags: int) -> int:

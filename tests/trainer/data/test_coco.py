@@ -13,6 +13,7 @@ from stoker.data.index import missing_images, open_index, require_images
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker_watch.errors import DataError
 from tests.trainer.data.examples import property_test
+from tests.trainer.data.exports import save_images
 
 Content = dict[str, Any]
 
@@ -358,14 +359,68 @@ def test_numbers_written_as_text_are_read(tmp_path: Path) -> None:
     assert (len(index.boxes), index.original_size[0].tolist()) == (2, [100, 200])
 
 
-def test_normalized_boxes_are_dropped(tmp_path: Path) -> None:
+def test_a_few_normalized_boxes_are_dropped(tmp_path: Path) -> None:
     normalized = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
     index = open_index(write(tmp_path / "a.json", broken(annotations=[*GOOD["annotations"], *normalized])))
     (reported,) = (problem for problem in index.problems if problem.kind == "not-in-pixels")
     assert (reported.count, reported.examples[0]) == (3, "1.jpg, annotation 0: [0, 0.2, 0.3, 0.6]")
-    with pytest.raises(DataError, match="no boxes") as raised:
-        open_index(write(tmp_path / "b.json", broken(annotations=normalized)))
-    assert "3 × within 0 … 1 where pixels are expected" in str(raised.value)
+
+
+def test_boxes_that_are_fractions_are_read_as_such(tmp_path: Path) -> None:
+    fractions = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
+    index = open_index(write(tmp_path / "a.json", broken(annotations=fractions)))
+    height, width = index.original_size[0].tolist()
+    expected = [[0.1 * n * width, 0.2 * height, (0.1 * n + 0.3) * width, 0.6 * height] for n in range(3)]
+    assert index.boxes.tolist() == [pytest.approx(xyxy) for xyxy in expected]
+    assert "a.json: boxes are within 0 … 1: fractions of image width and height" in index.notes
+    for image in (content := broken(annotations=fractions))["images"]:
+        del image["width"], image["height"]  # its header has them
+        save_images(tmp_path / image["file_name"])
+    assert open_index(write(tmp_path / "b.json", content)).boxes.tolist() == [pytest.approx(xyxy) for xyxy in expected]
+
+
+@pytest.mark.parametrize("proof", ["sizes", "polygons"])
+def test_boxes_that_are_corners_are_read_as_such(tmp_path: Path, proof: str) -> None:
+    corners = [[60, 40, 180, 95], [10, 5, 40, 60], [80, 10, 199, 90], [30, 20, 90, 80]]
+    right = 200 if proof == "sizes" else 2000
+    images = [{"id": 1, "file_name": "1.jpg", "width": right, "height": right // 2}]
+    annotations = [box(n, 1, 1, xyxy) for n, xyxy in enumerate(corners)]
+    for annotation, (x1, y1, x2, y2) in zip(annotations if proof == "polygons" else (), corners, strict=False):
+        annotation["segmentation"] = [[x1, y1, x2, y1, x2, y2], [x1, y1, x1, y2, x2, y2]]
+    file = write(tmp_path / "a.json", broken(images=images, annotations=annotations))
+    index = open_index(file)
+    assert index.boxes.tolist() == corners
+    assert any("a.json: bbox are corners (x1, y1, x2, y2)" in note for note in index.notes)
+    annotations[0]["segmentation"] = [[60, 40, 240, 40, 240, 135]]  # the box around it is x, y, width, height
+    if proof == "polygons":
+        index = open_index(write(tmp_path / "b.json", broken(images=images, annotations=annotations)))
+        assert index.boxes.tolist()[0] == [60, 40, 240, 135]
+
+
+def test_images_of_lvis_are_named_by_their_url(tmp_path: Path) -> None:
+    images = [
+        {"id": n, "coco_url": f"http://images.cocodataset.org/{split}2017/{n}.jpg", "width": 200, "height": 100}
+        for n, split in enumerate(("train", "val"), 1)
+    ]
+    for image in images:
+        save_images(tmp_path / image["coco_url"].partition(".org/")[2])
+    annotations = [box(n, n, 1, [10, 20, 50, 30]) for n in (1, 2)]
+    write(tmp_path / "annotations" / "lvis_v1_train.json", broken(images=images, annotations=annotations))
+    index = open_index(tmp_path)
+    assert [index.path(n) for n in range(2)] == [tmp_path / "train2017" / "1.jpg", tmp_path / "val2017" / "2.jpg"]
+    assert require_images(index) == []
+    assert [problem for problem in index.problems if problem.is_bad_image] == []
+
+
+def test_images_of_objects365_are_found_without_the_first_folders_of_their_names(tmp_path: Path) -> None:
+    names = [f"images/v{n}/patch{n}/objects365_v{n}_0000{n}.jpg" for n in (1, 2)]
+    save_images(*(tmp_path / "train" / name.split("/", 2)[-1] for name in names))
+    images = [{"id": n, "file_name": name, "width": 200, "height": 100} for n, name in enumerate(names, 1)]
+    annotations = [box(n, n, 1, [10, 20, 50, 30]) for n in (1, 2)]
+    write(tmp_path / "annotations" / "zhiyuan_objv2_train.json", broken(images=images, annotations=annotations))
+    index = open_index(tmp_path)
+    assert require_images(index) == []
+    assert any("the first 2 folders in its file names are ignored" in note for note in index.notes)
 
 
 @property_test(coco_files(), st.data(), few=5, many=100)
@@ -382,6 +437,7 @@ def test_duplicate_boxes_are_dropped(content: Content, data: st.DataObject) -> N
 def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
     write(tmp_path / "train/_annotations.coco.json", GOOD)
     (tmp_path / "valid").mkdir()
+    (tmp_path / "valid" / "a.jpg").touch()
     with pytest.raises(DataError, match="val split is empty"):
         open_index(tmp_path)
 

@@ -95,6 +95,13 @@ def test_a_table_without_images_gives_way_to_a_data_set_below(real_data: Path) -
         ("image;label;bbox", 'a.jpg;cat;"[4,0; 2,0; 16,0; 8,0]"', "b.jpg;dog;1,0 1,0 4,0 4,0"),
         (HEADER, "C:\\images\\a.jpg,cat,4,2,20,10", "../images/b.jpg,dog,1,1,5,5"),
         (HEADER, "images/a.jpg,cat,4,2,20,10", "images/B.JPG,dog,1,1,5,5"),
+        ("id,photo,kind,x1,y1,x2,y2", "1,a.jpg,cat,4,2,20,10", "2,b.jpg,dog,1,1,5,5"),
+        ("what,snapshot,x1,y1,x2,y2", "cat,a.jpg,4,2,20,10", "dog,b.jpg,1,1,5,5"),
+        ("imageKey,species,bbox,source", 'a,cat,"[4, 2, 16, 8]",farm 1', 'b,dog,"[1, 1, 4, 4]",farm 2'),
+        ("image,species,x1,y1,x2,y2,camera_name", "a.jpg,cat,4,2,20,10,north", "b.jpg,dog,1,1,5,5,south"),
+        ("image,class,positions", 'a.jpg,cat,"4 2 16 8"', 'b.jpg,dog,"1 1 4 4"'),
+        ("a.jpg,4,2,20,10,cat,40,20", "b.jpg,1,1,5,5,dog,40,20"),
+        ("a.jpg,cat,0.9,4,2,20,10", "b.jpg,dog,30,1,1,5,5"),
     ],
 )
 def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> None:
@@ -298,3 +305,76 @@ def test_a_table_that_is_not_utf_8(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not UTF-8") as raised:
         open_index(tmp_path)
     assert str(raised.value.location).endswith("a.csv:5002")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "image,class,xmin{0},ymin{0},xmax{0},ymax{0},xmin{1},ymin{1},xmax{1},ymax{1}",
+        "image,class,box{0}_x1,box{0}_y1,box{0}_x2,box{0}_y2,box{1}_x1,box{1}_y1,box{1}_x2,box{1}_y2",
+        "image,class,x1_{0},y1_{0},x2_{0},y2_{0},x1_{1},y1_{1},x2_{1},y2_{1}",
+    ],
+)
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 2)])
+def test_boxes_side_by_side(tmp_path: Path, header: str, numbers: tuple[int, int]) -> None:
+    for name in "ab":
+        make_image(tmp_path / f"{name}.jpg")
+    table(tmp_path / "boxes.csv", header.format(*numbers), "a.jpg,cat,4,2,20,10,1,1,5,5", "b.jpg,dog,2,2,8,8,,,,")
+    index = open_index(tmp_path)
+    assert boxes_with_names(index) == [
+        ("a.jpg", "cat", [4, 2, 20, 10]), ("a.jpg", "cat", [1, 1, 5, 5]), ("b.jpg", "dog", [2, 2, 8, 8])
+    ]  # fmt: skip
+    assert "boxes.csv: a row has up to 2 boxes, side by side" in index.notes
+
+
+def test_each_box_of_a_row_may_have_its_own_class(tmp_path: Path) -> None:
+    make_image(tmp_path / "a.jpg")
+    header = "image,x1,y1,w1,h1,label1,x2,y2,w2,h2,label2"
+    table(tmp_path / "boxes.csv", header, "a.jpg,4,2,16,8,cat,1,1,4,4,dog")
+    assert boxes_with_names(open_index(tmp_path)) == [("a.jpg", "cat", [4, 2, 20, 10]), ("a.jpg", "dog", [1, 1, 5, 5])]
+
+
+@pytest.mark.parametrize("cell", ["4 2 20 10;1 1 5 5", "[[4,2,20,10],[1,1,5,5]]", "4;2;20;10;1;1;5;5"])
+def test_boxes_as_a_list_in_a_cell(tmp_path: Path, cell: str) -> None:
+    for name in "abc":
+        make_image(tmp_path / f"{name}.png")
+    rows = (f'a.png,"{cell}",north', "b.png,no_box,south", "c.png,2 2 8,south")
+    table(tmp_path / "wheat.csv", "image_name,BoxesString,domain", *rows)
+    index = open_index(tmp_path)
+    assert boxes_with_names(index) == [("a.png", "object", [4, 2, 20, 10]), ("a.png", "object", [1, 1, 5, 5])]
+    assert sorted(index.path(image_index).name for image_index in range(len(index))) == ["a.png", "b.png"]
+    assert "wheat.csv: not read as the class: domain" in index.notes
+    assert "wheat.csv:4: 'c.png,2 2 8,south', the box is not four numbers" in kinds(index)["malformed-row"]
+
+
+def test_a_list_of_boxes_has_one_class_or_as_many(tmp_path: Path) -> None:
+    for name in "abc":
+        make_image(tmp_path / f"{name}.jpg")
+    boxes = '"[[4, 2, 16, 8], [1, 1, 4, 4]]"'
+    rows = (f"a.jpg,{boxes},\"['cat', 'dog']\"", f"b.jpg,{boxes},cat", f'c.jpg,{boxes},"cat, dog, cow"')
+    table(tmp_path / "boxes.csv", "image,bboxes,labels", *rows)
+    index = open_index(tmp_path)
+    assert [entry[:2] for entry in boxes_with_names(index)] == [
+        ("a.jpg", "cat"), ("a.jpg", "dog"), ("b.jpg", "cat"), ("b.jpg", "cat")
+    ]  # fmt: skip
+    assert "2 boxes and 3 classes" in kinds(index)["malformed-row"]
+
+
+def test_a_table_of_corners_that_are_called_width_and_height(tmp_path: Path) -> None:
+    corners = [(20, 8, 38, 19), (4, 2, 20, 10), (10, 1, 39, 15)]
+    for number in range(3):
+        make_image(tmp_path / f"{number}.jpg")
+    rows = (f"{number}.jpg,cat,{','.join(map(str, xyxy))}" for number, xyxy in enumerate(corners))
+    table(tmp_path / "boxes.csv", "image,class,x,y,w,h", *rows)
+    index = open_index(tmp_path)
+    assert [box for _, _, box in boxes_with_names(index)] == [list(xyxy) for xyxy in corners]
+    assert any("bbox are corners" in note for note in index.notes)
+
+
+def test_a_table_that_is_refused_is_named_with_its_columns(tmp_path: Path) -> None:
+    make_image(tmp_path / "images" / "a.jpg")
+    table(tmp_path / "counts.csv", "photo,number_of_boats,weather", "a.jpg,3,rain")
+    for path in (tmp_path, tmp_path / "counts.csv"):
+        with pytest.raises(DataError) as raised:
+            open_index(path)
+        assert "it has the columns photo, number_of_boats, weather: none of boxes is recognized" in str(raised.value)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from stoker.config.settings import from_fields
 from stoker.data.formats.finder import FORMATS
-from stoker.data.index import Index, missing_images, open_index
+from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.training.start import resolve_run
 from stoker_watch.cli.app import app
 from stoker_watch.errors import DataError, UsageError
@@ -231,7 +231,7 @@ def test_the_error_describes_a_folder_without_annotations(tmp_path: Path) -> Non
     assert "it contains boxes.csv, 12 images; expected" in error_message(tmp_path)
     assert "A table is not UTF-8" in error_message(tmp_path / "boxes.csv")
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
-    assert "its first row, 'Datei;Klasse;links;oben', has no" in error_message(tmp_path / "boxes.csv")
+    assert "the columns Datei, Klasse, links, oben: none of boxes" in error_message(tmp_path / "boxes.csv")
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
@@ -240,3 +240,86 @@ def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.xml").touch()
     assert "*.json" in (message := error_message(tmp_path / "a.xml"))
     assert "unpack" not in message
+
+
+def xml(path: Path, name: str = "cat") -> None:
+    size = "<size><width>40</width><height>20</height></size>"
+    box = "<xmin>4</xmin><ymin>2</ymin><xmax>20</xmax><ymax>10</ymax>"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"<annotation>{size}<object><name>{name}</name><bndbox>{box}</bndbox></object></annotation>")
+
+
+def test_a_folder_without_images_is_no_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        make_image(tmp_path / split / "a.jpg")
+        xml(tmp_path / split / "a.xml")
+    (tmp_path / "training").mkdir()  # as in tutorials of TensorFlow
+    (tmp_path / "training" / "pipeline.config").write_text("model {}")
+    (tmp_path / "valid").mkdir()
+    index = open_index(tmp_path)
+    assert (index.splits, len(index)) == (("train", "test"), 2)
+    assert "valid/ has neither images nor annotations: it is no split" in index.notes
+    make_image(tmp_path / "training" / "b.jpg")
+    with pytest.raises(DataError, match="Two folders are named after the train split"):
+        open_index(tmp_path)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["gone"]])
+def test_a_table_of_a_part_does_not_hide_complete_files(tmp_path: Path, names: list[str]) -> None:
+    for name in "abc":
+        make_image(tmp_path / "photos" / f"{name}.jpg")
+        xml(tmp_path / "photos" / f"{name}.xml")
+    rows = [f"{name}.jpg,cat,4,2,20,10" for name in names]
+    (tmp_path / "boxes.csv").write_text("\n".join(["filename,class,xmin,ymin,xmax,ymax", *rows]))
+    index = open_index(tmp_path)
+    assert (index.format, len(index)) == ("voc", 3)
+    (note,) = (note for note in index.notes if note.startswith("not read: CSV (boxes.csv): it annotates"))
+    assert ("--format csv reads it" in note) == (names != ["gone"])
+    assert open_index(tmp_path, format="csv").format == "csv"
+    xml(tmp_path / "photos" / "other.xml")
+    make_image(tmp_path / "d.jpg")
+    with (tmp_path / "boxes.csv").open("a") as file:
+        file.write("\nd.jpg,cat,4,2,20,10\n")  # an image that only the table has
+    assert open_index(tmp_path).format == "csv"
+
+
+def test_a_format_without_images_does_not_win_and_is_not_recommended(tmp_path: Path) -> None:
+    make_image(tmp_path / "images" / "a.jpg")
+    yolo(tmp_path)
+    content = {
+        "images": [{"id": n, "file_name": f"old-{n}.jpg", "width": 40, "height": 20} for n in (1, 2)],
+        "annotations": [{"id": n, "image_id": n, "category_id": 1, "bbox": [4, 2, 16, 8]} for n in (1, 2)],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    index = open_index(tmp_path)
+    assert (index.format, require_images(index)) == ("yolo", [])
+    assert not any("--format coco" in note for note in index.notes)
+    assert "more-boxes-in-another-format" not in {problem.kind for problem in index.problems}
+    (tmp_path / "images" / "a.jpg").unlink()
+    with pytest.raises(DataError):
+        require_images(open_index(tmp_path))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["boxes.json", "boxes.csv", "data/train.record", "set.parquet", "labels/a.txt", "train-000000.tar"]
+)
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
+    make_image(tmp_path / "images" / "a.jpg")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(POINTER)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match="Git LFS") as raised:
+            open_index(path)
+        assert "git lfs pull" in str(raised.value)
+        assert str(raised.value.location) == str(tmp_path / name)
+
+
+def test_a_pointer_next_to_files_that_are_read_is_noted(tmp_path: Path) -> None:
+    make_image(tmp_path / "images" / "a.jpg")
+    coco(tmp_path)
+    (tmp_path / "more.json").write_text(POINTER)
+    assert any("more.json is a pointer of Git LFS" in note for note in open_index(tmp_path).notes)

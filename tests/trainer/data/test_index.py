@@ -364,6 +364,9 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
         "<annotation><object><name>bird</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>9</xmax><ymax>9</ymax>"
         "</bndbox></object></annotation>"
     )
+    assert any("no image of the other exists" in note for note in open_index(folder).notes)
+    folder = folder.rename(tmp_path / "with_image")
+    (folder / "Annotations" / "x.xml").rename(folder / "Annotations" / f"{Path(numbered(1)[0]).stem}.xml")
     index = open_index(folder)
     assert index.format == "coco"
     assert any("--format voc reads the other" in note for note in index.notes)

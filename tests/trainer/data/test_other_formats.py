@@ -19,16 +19,6 @@ SUPERVISELY = {
     }],
 }  # fmt: skip
 SUPERVISELY_META = {"classes": [{"title": "car", "shape": "rectangle", "color": "#FF0000"}], "tags": []}
-BDD = [
-    {
-        "name": "a.jpg", "attributes": {"weather": "clear"}, "timestamp": 10000,
-        "labels": [{"id": "0", "category": "car", "box2d": {"x1": 10, "y1": 20, "x2": 60, "y2": 50}}],
-    }
-]  # fmt: skip
-CITYSCAPES = {
-    "imgHeight": 100, "imgWidth": 200,
-    "objects": [{"label": "car", "polygon": [[10, 20], [60, 20], [60, 50], [10, 50]]}],
-}  # fmt: skip
 DATUMARO = {
     "info": {}, "categories": {"label": {"labels": [{"name": "car", "parent": "", "attributes": []}]}},
     "items": [{
@@ -58,18 +48,11 @@ COCO_RESULTS = [{"image_id": 1, "category_id": 1, "bbox": [10, 20, 50, 30], "sco
 CVAT_BACKUP = [{"version": 0, "tags": [], "shapes": [{"type": "rectangle", "points": [1, 2, 3, 4]}], "tracks": []}]
 FIFTYONE = {"samples": [{"filepath": "data/a.jpg", "_cls": "Sample", "ground_truth": {"detections": []}}]}
 FIFTYONE_DETECTIONS = {"classes": ["car"], "labels": {"a": [{"label": "car", "bounding_box": [0.1, 0.2, 0.3, 0.3]}]}}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "supervisely": (
         "Supervisely",
         {"meta.json": SUPERVISELY_META, "ds0/img/a.jpg": None, "ds0/ann/a.jpg.json": SUPERVISELY},
-    ),
-    "bdd100k": ("BDD100K", {"images/100k/train/a.jpg": None, "labels/det_20/det_train.json": BDD}),
-    "cityscapes": (
-        "Cityscapes",
-        {
-            "leftImg8bit/train/aachen/a_leftImg8bit.jpg": None,
-            "gtFine/train/aachen/a_gtFine_polygons.json": CITYSCAPES,
-        },
     ),
     "datumaro": ("Datumaro JSON", {"images/a.jpg": None, "annotations/default.json": DATUMARO}),
     "v7-darwin": ("V7 Darwin JSON", {"a.jpg": None, "a.json": DARWIN}),
@@ -80,13 +63,6 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "fiftyone-detections": ("FiftyOne", {"data/a.jpg": None, "labels.json": FIFTYONE_DETECTIONS}),
     "parquet": ("Hugging Face Parquet", {"README.md": "#", "data/train-00000-of-00001.parquet": "PAR1"}),
     "oidv4": ("OIDv4_ToolKit", {"train/Car/a.jpg": None, "train/Car/Label/a.txt": "Car 10.0 20.0 60.0 50.0\n"}),
-    "wider-face": (
-        "WIDER FACE",
-        {
-            "WIDER_train/images/0--Parade/a.jpg": None,
-            "wider_face_split/wider_face_train_bbx_gt.txt": "0--Parade/a.jpg\n1\n10 20 50 30 0 0 0 0 0 0\n",
-        },
-    ),
     "mot": (
         "MOT",
         {"train/MOT17-02/img1/000001.jpg": None, "train/MOT17-02/gt/gt.txt": "1,1,10,20,50,30,1,1,0.9\n"},
@@ -99,7 +75,6 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
             "train/shard.00000.mds": "",
         },
     ),
-    "dota": ("DOTA", {"train/images/a.jpg": None, "train/labelTxt/a.txt": "imagesource:x\n1 2 3 2 3 4 1 4 car 0\n"}),
     "yolov4-pytorch": (
         "YOLOv4 PyTorch",
         {"train/a.jpg": None, "train/_annotations.txt": "a.jpg 10,20,60,50,0\n", "train/_classes.txt": "car\n"},
@@ -113,13 +88,11 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"JPEGImages/a.jpg": None, "SegmentationObject/a.png": "", "ImageSets/Segmentation/train.txt": "a\n"},
     ),
     "class-masks": ("segmentation masks", {"JPEGImages/a.jpg": None, "SegmentationClass/a.png": ""}),
+    "lfs": ("Git LFS pointer", {"images/a.jpg": None, "annotations/instances_train.json": POINTER}),
     "yolo-labels": ("YOLO labels without images", {"obj_train_data/a.txt": "0 0.5 0.5 0.2 0.2\n"}),
 }  # fmt: skip
 """Short name → (name in the message, path → content; None: an image)."""
-CONVERTED = {
-    "cityscapes": "cityscapes", "datumaro": "datumaro", "vott-json": "vott_json", "wider-face": "wider_face",
-    "mot": "mot_seq", "dota": "dota", "masks": "voc_instance_segmentation",
-}  # fmt: skip
+CONVERTED = {"datumaro": "datumaro", "vott-json": "vott_json", "mot": "mot_seq", "masks": "voc_instance_segmentation"}
 """Short name → the name in Datumaro."""
 WITHOUT_SET = {"Labelbox", "Unity Perception"}
 
@@ -140,14 +113,15 @@ def test_the_format_is_named_with_a_command_that_converts_it(tmp_path: Path, sho
     write_set(tmp_path, files)
     with pytest.raises(DataError) as raised:
         open_index(tmp_path)
-    assert raised.value.what == f"The data set has the format {name}, which is not read."
+    row = next(row for row in format_texts().format if row.name == name)
+    assert raised.value.what == row.what.format(name=name)
     assert raised.value.location is not None
     assert Path(raised.value.location).is_file()
     assert raised.value.fix
     assert "panlabel" not in raised.value.fix
     assert ("stoker data convert --via datumaro" in raised.value.fix) == (short_name in CONVERTED)
     if raised.value.location.endswith(".json"):
-        with pytest.raises(DataError, match=f"format {name.partition('(')[0]}"):
+        with pytest.raises(DataError, match="Git LFS" if short_name == "lfs" else f"format {name.partition('(')[0]}"):
             open_index(raised.value.location)
 
 

@@ -336,7 +336,7 @@ NOTES = {
     "VIA CSV as a spreadsheet saves it": ["no attribute has a value: their names are the classes, confirmed_body"],
     "CreateML as Apple documents it, fractions": ["annotations.json: boxes are within 0 … 1, normalized"],
     "KITTI with ImageSets, testing without labels": [
-        "1 × DontCare: a crowd box of each class, in which detections are ignored",
+        "4 objects; 1 ignored regions, which are no targets: each is a crowd box, of each class",
         "not read: ImageSets/test.txt: the test images have no labels",
     ],
     "a SageMaker manifest, images by the last folders of their URI": [
@@ -469,7 +469,7 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, files: File
         ({"a.jpg": None, "a.jsonl": [{"file_name": "a.jpg", "objects": {"bbox": [[1, 2, 3, 4]]}}]},
          ["No image has annotations that are understood", "a.jsonl:1: it has the keys 'bbox'"]),
         ({"training/image_2/0.png": None, "training/label_2/0.txt": CAR, "ImageSets/train.txt": "5\n"},
-         ["No listed image has a label file", "ImageSets/train.txt"]),
+         ["The annotations name no image", "ImageSets/train.txt: 5"]),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_used(tmp_path: Path, files: Files, parts: list[str]) -> None:

@@ -129,9 +129,11 @@ def test_split_folders(tmp_path: Path, inner: tuple[str, str]) -> None:
 def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
     annotate(tmp_path / "train", "a")
     annotate(tmp_path / "train", "b")
-    (tmp_path / "test").mkdir()
+    touch_images(tmp_path / "test", "c.png")
     assert any("test/ has no annotations" in note for note in open_index(tmp_path).notes)
     (tmp_path / "valid").mkdir()
+    assert "valid/ has neither images nor annotations: it is no split" in open_index(tmp_path).notes
+    touch_images(tmp_path / "valid", "d.png")
     with pytest.raises(DataError, match="val split is empty") as raised:
         open_index(tmp_path)
     assert str(tmp_path / "valid") in str(raised.value)

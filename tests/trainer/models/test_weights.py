@@ -273,6 +273,9 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert str(cut) in failure(cut)
     (tmp_path / "page.safetensors").write_text("<html>not found</html>")
     assert "cannot be read" in failure(tmp_path / "page.safetensors")
+    for name in ("pointer.safetensors", "pointer.pth"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+        assert "a pointer of Git LFS instead of the file, which `git lfs pull` gets" in failure(tmp_path / name)
     torch.save([1, 2], tmp_path / "list.pth")
     assert "does not hold a state_dict" in failure(tmp_path / "list.pth")
     (tmp_path / "model.onnx").write_bytes(b"\x08\x0a\x12\x07pytorch")

@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 class Settings(TypedDict, total=False):
     """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""
 
-    format: Literal["coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio", "createml", "jsonl", "webdataset", "parquet"]
+    format: Literal["coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio", "createml", "jsonl", "webdataset", "parquet", "public"]
     classes: tuple[str, ...]
     train: str
     val: str

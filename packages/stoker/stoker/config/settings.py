@@ -43,7 +43,7 @@ class DataSettings:
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
     format: Literal[
         "coco", "voc", "kitti", "yolo", "tfrecord", "openimages", "via", "csv", "cvat", "labelme", "label-studio",
-        "createml", "jsonl", "webdataset", "parquet",
+        "createml", "jsonl", "webdataset", "parquet", "public",
     ] = AUTO  # fmt: skip
     """Format of the annotations, where automatic detection is wrong."""
     classes: tuple[str, ...] = AUTO

@@ -38,6 +38,7 @@ from stoker.data.validation.problems import (
     count_of_all,
     max_bad_images,
 )
+from stoker_watch import regular_files
 from stoker_watch.errors import ConfigError, DataError, make_error
 from stoker_watch.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -262,6 +263,8 @@ def open_index(
         with remote.uris_in_errors(resolved.root):
             index = open_path(resolved.path)
         return _with_uris(index, resolved.root, resolved.notes)
+    except regular_files.PointerError as error:
+        raise make_error(DataError, "git-lfs-pointer", error.filename) from error
     except OSError as error:
         cause = error.strerror or str(error)
         raise make_error(DataError, "unreadable-data-set", error.filename or data, cause=cause) from error
@@ -308,7 +311,8 @@ def open_layout(
     allow_outside: bool = False,
     problems: ProblemCollector | None = None,
 ) -> Index:
-    """Returns the index of a layout that was found in `data`; the rest is as in `open_index`."""
+    """Returns the index of a layout that was found in `data`, or of one that annotates more (`finder.find_fuller`); the
+    rest is as in `open_index`."""
     is_checked = problems is not None
     cache_key_path = layout.parts[0].annotations if len(layout.parts) == 1 else layout.root
     described = layout
@@ -330,9 +334,14 @@ def open_layout(
             names = ", ".join(name[:40] for name in table.class_names[:3])
             raise make_error(DataError, "too-many-classes", file, names=names, count=count, limit=MAX_CLASSES)
         images.repair_names(table, layout.root, problems)
+        walked = finder.walk(layout.root)
+        if layout.may_be_replaced and (fuller := finder.find_fuller(layout, table, walked)) is not None:
+            problems.clear()
+            own = problems if is_checked else None
+            return open_layout(fuller, data, options, classes=classes, allow_outside=allow_outside, problems=own)
         is_left_out = images.report_outside(table, layout, data, problems, allowed=allow_outside)
         table = clean.drop_images(table, is_left_out)
-        table.notes += finder.describe_unused(layout, table, problems)
+        table.notes += finder.describe_unused(layout, table, problems, walked)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
         table, lost_boxes = clean.drop_images_without_boxes_left(table, problems)
         if options.lists is not None:

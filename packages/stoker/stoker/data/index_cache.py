@@ -21,7 +21,7 @@ from stoker.data.validation.problems import Problem
 from stoker_watch.errors import DataError, PreflightError, make_error, system_limit
 from stoker_watch.storage.local_files import cache_folder, write_atomic
 
-VERSION = 13
+VERSION = 14
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
 BOX_FIELDS = (

@@ -190,6 +190,7 @@ class OnnxModel(ExportedModel):
 
     def _open(self, path: Path, num_threads: int) -> dict[str, str]:
         runtime = require_package("onnxruntime", f"Running {path}")
+        regular_files.open_file(path).close()  # names what onnxruntime does not: a pointer of Git LFS
         options = runtime.SessionOptions()
         options.intra_op_num_threads = num_threads
         # Waiting threads do not spin: the cores are shared with image decoding. Measured: not slower.

@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats import folders
-from stoker.data.formats.images import is_usable_name, resolve_names
+from stoker.data.formats.images import MAX_NORMALIZED, is_usable_name, read_sizes, resolve_names
 from stoker.data.formats.labelme import is_labelme
+from stoker.data.formats.objects import MIN_FRACTION_CORNERS, corners_note
 from stoker.data.formats.tables import (
     AnnotatedImage,
     AnnotationTable,
@@ -209,16 +210,18 @@ def _have_different_images(files: Iterable[Path]) -> bool:
     return True
 
 
-def _find_base(existing: list[Path], others: list[Path], names: list[str], base_names: list[str]) -> tuple[Path, bool]:
-    """Returns the folder that has most of a few of the images, and whether only by their `base_names`."""
-    for directories, candidates in product((existing, others), (names, base_names)):
-        probes = candidates[:: max(1, len(names) // folders.MAX_PROBES)]
-        counts = [(sum(os.path.isfile(folder / name) for name in probes), folder) for folder in directories]
+def _find_base(existing: list[Path], others: list[Path], names: list[str]) -> tuple[Path, int]:
+    """Returns the folder that has most of a few of the images, and how many folders their names begin with too many."""
+    probes = names[:: max(1, len(names) // folders.MAX_PROBES)]
+    depth = max(name.count("/") for name in probes)
+    for directories, num_ignored in product((existing, others), range(depth + 1)):
+        shown = [name.split("/", num_ignored)[-1] for name in probes]
+        counts = [(sum(os.path.isfile(folder / name) for name in shown), folder) for folder in directories]
         num_found, best = max(counts, key=lambda count: count[0], default=(0, existing[0]))
         if num_found:
-            return best, candidates is base_names
+            return best, num_ignored
     # the folder whose files have these names in another case or Unicode form, if any
-    return max(existing, key=lambda folder: len(resolve_names(folder, names))), False
+    return max(existing, key=lambda folder: len(resolve_names(folder, names))), 0
 
 
 def _locate_images(
@@ -232,14 +235,14 @@ def _locate_images(
     names = [name.replace("\\", "/") for name in file_names]
     base_names = [name.rpartition("/")[2] for name in names]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-    base, strip_dirs = _find_base(existing, folders.list_dirs_below(folder_table.root), names, base_names)
+    base, num_ignored = _find_base(existing, folders.list_dirs_below(folder_table.root), names)
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folder_table.root)}/")
-    if strip_dirs and names != base_names:
-        ignored = "the folders in its file names are ignored"
-        notes.append(f"{part.annotations.name}: {ignored}; the images are in {base.name}/")
-        names = base_names
+    if num_ignored:
+        names = [name.split("/", num_ignored)[-1] for name in names]
+        which = "the folders" if names == base_names else f"the first {num_ignored} folders"
+        notes.append(f"{part.annotations.name}: {which} in its file names are ignored; the images are in {base.name}/")
         if len(set(names)) != len(names):
             raise make_error(DataError, "coco-lost-folders", part.annotations, base=base)
     elif absolute := [i for i, name in enumerate(names) if ABSOLUTE.match(name) and not os.path.isfile(name)]:
@@ -331,6 +334,9 @@ def _correct(
     if isinstance(text_id, str) and (is_image or text_id in number_by_text_id):
         number = number_by_text_id.setdefault(text_id, -(2**62) - 1 - len(number_by_text_id))
         fields = {**fields, key: number}
+    elif is_image and "file_name" not in fields and isinstance(fields.get("coco_url"), str):  # LVIS
+        folder, _, name = fields["coco_url"].rpartition("/")
+        fields = {**fields, "file_name": f"{folder.rpartition('/')[2]}/{name}"}
     elif is_image:  # without its size
         fields = {name: fields[name] for name in ("id", "file_name") if name in fields}
         kind = "malformed-size"
@@ -384,7 +390,7 @@ class _Part(NamedTuple):
     categories: list[Category]
     file_names: list[str]
     columns: dict[str, NDArray[Any]]
-    """Those of an `AnnotationTable`; also `category_id` [K]."""
+    """Those of an `AnnotationTable`; also `category_id` [K]. `boxes` are as written until `_to_corners`."""
     notes: list[str]
 
 
@@ -451,8 +457,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     notes += class_notes
     file_names: list[str] = []
     for part in parts:
-        part.columns["image_index"] += len(file_names)
         part.columns["folder_index"], own_names, own_notes = _locate_images(part.source, part.file_names, folder_table)
+        own_notes += _to_corners(part, own_names, folder_table, problems)
+        part.columns["image_index"] += len(file_names)
         file_names += own_names
         notes += part.notes + own_notes
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns}
@@ -466,6 +473,57 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         box_id_kind="annotation",
         notes=notes,
         **columns,  # type: ignore[arg-type]
+    )
+
+
+def _to_corners(part: _Part, names: list[str], folder_table: FolderTable, problems: ProblemCollector) -> list[str]:
+    """Makes corners in pixels of the boxes of a part, which COCO writes as x, y, width and height. Returns notes on
+    those that are something else, by the image sizes or the polygons: fractions of the image size, or corners."""
+    columns, file, notes = part.columns, part.source.annotations, list[str]()
+    boxes, size = columns["boxes"], columns["original_size"][columns["image_index"]]
+    if len(boxes) and np.mean(boxes[:, 2] <= MAX_NORMALIZED) > MIN_FRACTION_CORNERS:  # first, as it is fast
+        is_small = (np.abs(boxes) <= MAX_NORMALIZED).all(1)
+        if np.mean(is_small) > MIN_FRACTION_CORNERS:
+            unmeasured = np.flatnonzero((columns["original_size"] == 0).any(1)).tolist()
+            dirs = [folder_table.root / path for path in folder_table.paths()]
+            files = [dirs[columns["folder_index"][i]] / names[i] for i in unmeasured]
+            columns["original_size"][unmeasured], _ = read_sizes(files)
+            size = columns["original_size"][columns["image_index"]]
+            notes.append(f"{file.name}: boxes are within 0 … 1: fractions of image width and height")
+            for i in np.flatnonzero(~is_small).tolist():
+                problems.add("not-normalized", f"{file.name}, annotation {columns['box_id'][i]}: {boxes[i].tolist()}")
+            boxes *= np.where(is_small[:, None], size[:, [1, 0, 1, 0]], np.nan)
+    boxes[:, 2:] += boxes[:, :2]
+    if len(boxes) and np.mean(boxes[:, 2:] > 2 * boxes[:, :2]) > MIN_FRACTION_CORNERS:  # they could be corners
+        known = (size > 0).all(1)
+        note = corners_note(size[known].astype(np.float64), boxes[known]) or _polygons_note(file)
+        if note is not None:
+            boxes[:, 2:] -= boxes[:, :2]
+            notes.append(f"{file.name}: {note}")
+    return notes
+
+
+class _Polygon(msgspec.Struct, gc=False):
+    bbox: Any = None
+    segmentation: Any = None
+
+
+def _polygons_note(file: Path) -> str | None:
+    """Returns a note if the boxes of a file are the corners of its polygons, all of which it decodes for that."""
+    data = regular_files.read_bytes(file, max_bytes=regular_files.MAX_ANNOTATION_BYTES).removeprefix(b"\xef\xbb\xbf")
+    count = 0
+    with contextlib.suppress(TypeError, ValueError, *_UNREADABLE):
+        for entry in msgspec.json.decode(data, type=_RawFile[_Polygon]).annotations:
+            if isinstance(entry.segmentation, list) and entry.segmentation and entry.bbox:
+                points = np.array(list(chain.from_iterable(entry.segmentation)), np.float64).reshape(-1, 2)
+                bound = np.concatenate((points.min(0), points.max(0)))
+                if np.abs(bound - np.array(entry.bbox, np.float64)).max() > 2:  # pixels: rounding, the last pixel
+                    return None
+                count += 1
+    return (
+        f"bbox are corners (x1, y1, x2, y2): those of the polygons of all {count:,} boxes that have any"
+        if count
+        else None
     )
 
 
@@ -507,7 +565,6 @@ def _read_file(source: SplitFiles, location: str, problems: ProblemCollector, *,
     bad_image_index = np.concatenate([image_index[is_listed & ~is_known], without_box[has_image]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
-    boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
     columns: dict[str, NDArray[Any]] = {
         "split": np.full(len(images), source.split_index, np.int8),
         "original_size": _sizes(images, location, problems),

@@ -1,18 +1,19 @@
-"""CSV tables with one row per box.
+"""CSV tables: a row per box, or per image with its boxes side by side or as a list in one cell.
 
 There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
-different columns. They are recognized by their names, in any order and case; a table without a header by its values.
-Boxes are in pixels or normalized by image width and height; this is decided per table. A row without box and class is
-an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
-A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
+different columns. They are recognized by their names, in any order and case; the column of images also by its values,
+as all are in a table without a header. Boxes are in pixels or normalized by image width and height; this is decided per
+table. A row without box and class is an image without objects. A row that cannot be read is dropped and reported; its
+image stays if another row names it.
 """
 
 import codecs
+import contextlib
 import csv
 import io
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import islice
@@ -23,6 +24,7 @@ import msgspec
 
 from stoker.data.formats import folders
 from stoker.data.formats.images import Box, ImageFile, ImageLocator, TableBuilder, is_usable_name
+from stoker.data.formats.objects import correct_corners
 from stoker.data.formats.openimages import is_open_images, iter_csv
 from stoker.data.formats.tables import UNASSIGNED, XYXY, AnnotationTable, DatasetLayout, SplitFiles, usable_size
 from stoker.data.validation.problems import ProblemCollector
@@ -30,6 +32,7 @@ from stoker_watch import regular_files
 from stoker_watch.errors import DataError, make_error
 
 TABLE_DIRS = ("annotations", "labels", "data", "csv")
+TABLE_SUFFIXES = (".csv", ".tsv")
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -37,9 +40,8 @@ def recognize(path: Path) -> DatasetLayout | None:
     file is not a table of boxes, or if a split has several."""
     if path.is_file():
         if detect_csv_layout(path) is None:
-            first = read_text(path, folders.HEAD_BYTES).strip().partition("\n")[0].strip()[:80]
             choices = ["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"]
-            raise make_error(DataError, "csv-without-boxes", path, choices=choices, first=first)
+            raise make_error(DataError, "csv-without-boxes", path, choices=choices, reason=describe_columns(path))
         return _make_layout(folders.root_of(path, TABLE_DIRS), [folders.file_part(path)], [])
     for directory in (path, *folders.named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
@@ -58,52 +60,19 @@ def _only_part(folder: Path, tables: list[Path], split: str | None) -> SplitFile
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    files = [path for path in folders.list_files(folder, ".csv") if not is_open_images(path)]
+    files = [path for path in folders.list_files(folder, TABLE_SUFFIXES) if not is_open_images(path)]
     return [path for path in files if detect_csv_layout(path) is not None]
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    located, is_certain = [], False
-    for part in parts:
-        image_dirs = folders.unique(folders.iter_nearby_dirs(part.annotations.parent, root, part.split))
-        names = _read_first_names(part.annotations)
-        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
-            is_certain = True
-        else:
-            image_dirs += tuple(path for path in folders.list_dirs_below(root) if _has_images(path, names))
-        located.append(replace(part, image_dirs=folders.unique(image_dirs)))
+    below = folders.list_dirs_below(root)
+    nearby = [folders.iter_nearby_dirs(part.annotations.parent, root, part.split) for part in parts]
+    located = [replace(p, image_dirs=folders.unique([*dirs, *below])) for p, dirs in zip(parts, nearby, strict=True)]
     own_dir = parts[0].annotations.parent
     if own_dir != root and own_dir.name.lower() in folders.SPLIT_BY_NAME:
         notes += folders.check_unannotated_splits(root, parts)
-    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
-    return DatasetLayout(
-        format="csv",
-        description=f"CSV ({names_of_tables})",
-        root=root,
-        parts=tuple(located),
-        notes=tuple(notes),
-        is_certain=is_certain,
-    )
-
-
-def _read_first_names(table: Path) -> list[str]:
-    layout = detect_csv_layout(table)
-    if layout is None:
-        return []
-    rows = iter_rows(table, layout, max_bytes=folders.HEAD_BYTES)
-    values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
-    return [name.replace("\\", "/") for name in islice(values, folders.MAX_PROBES)]
-
-
-def _has_images(folder: Path, names: list[str]) -> bool:
-    """Returns whether a folder has one of the named images, with or without the folders in the name or its suffix."""
-    if not folder.is_dir():
-        return False
-    base_names = [name.rpartition("/")[2] for name in names]
-    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
-        return True
-    without_suffix = {name for name in base_names if "." not in name and name}
-    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
+    title = f"CSV ({', '.join(str(part.annotations.relative_to(root)) for part in parts)})"
+    return DatasetLayout(format="csv", description=title, root=root, parts=tuple(located), notes=tuple(notes))
 
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -116,8 +85,14 @@ class _ColumnNames(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: tuple[str, ...]
     label: tuple[str, ...]
     split: tuple[str, ...]
+    no_class: tuple[str, ...]
+    """Words in the names of text columns that are about the image or its origin."""
     box: tuple[str, ...]
-    """Of a column with all four numbers."""
+    """Of a column with all four numbers, or those of several boxes: x, y, width, height."""
+    box_corners: tuple[str, ...]
+    """The same with corners."""
+    no_box: tuple[str, ...]
+    """What such a column has for an image without objects, besides nothing."""
     corners: tuple[tuple[str, str, str, str], ...]
     center: tuple[tuple[str, str], ...]
     width_height: tuple[tuple[str, str], ...]
@@ -141,8 +116,10 @@ class CsvLayout:
     file_column: int
     label_column: int | None
     box_columns: tuple[int, ...]
-    """Four columns, or one with "[x, y, width, height]"."""
+    """Four columns, or one with "[x, y, width, height]", perhaps of several boxes."""
     box_format: BoxFormat
+    boxes: tuple[tuple[tuple[int, ...], int | None], ...] = ()
+    """Of each of several boxes in a row, which may be empty: its columns, and that of its class."""
     size_columns: tuple[int, int] | None = None
     """Height and width of the image."""
     split_column: int | None = None
@@ -155,17 +132,31 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
     """Returns the layout of a table of boxes, from its first rows; None for any other file."""
     try:
         text = read_text(path, folders.HEAD_BYTES)
-    except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
+    except (DataError, regular_files.PointerError):  # no table of boxes; reading it by name reports the reason
         return None
-    for delimiter in DELIMITERS:
-        try:
-            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
-        except csv.Error:
-            continue
-        rows = [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]
-        if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
+    for delimiter, rows in _iter_parsed(text):
+        if layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows):
             return layout
     return None
+
+
+def _iter_parsed(text: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yields each delimiter with the rows that it makes of a text, without empty ones, if there are any."""
+    for delimiter in DELIMITERS:
+        with contextlib.suppress(csv.Error):
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
+            if rows := [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]:
+                yield delimiter, rows
+
+
+def describe_columns(path: Path) -> str:
+    """Returns which columns a file has that is not a table of boxes, and which it lacks."""
+    parsed = _iter_parsed(read_text(path, folders.HEAD_BYTES))
+    header: list[str] = max((rows[0] for _, rows in parsed), key=len, default=[])
+    column_by_name = {_normalize_column(name): column for column, name in enumerate(header)}
+    lacks = "images" if _find_box_columns(column_by_name)[0] else "boxes"
+    names = ", ".join(name[:40] for name in header[:24]) + ", …" * (len(header) > 24)
+    return f"it has the columns {names}: none of {lacks} is recognized" if header else "it has no row"
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
@@ -193,7 +184,7 @@ def read_text(path: Path, max_bytes: int | None = None) -> str:
 def _normalize_column(name: str) -> str:
     """Returns a column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
     normalized = re.sub(r"[^a-z0-9]", "", name.lower())
-    prefix = None if normalized in COLUMNS.box else _BOX_PREFIX.match(normalized)
+    prefix = None if normalized in (*COLUMNS.box, *COLUMNS.box_corners) else _BOX_PREFIX.match(normalized)
     return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
 
 
@@ -212,25 +203,62 @@ def _find_box_columns(column_by_name: Mapping[str, int]) -> tuple[tuple[int, ...
             return center + width_height, "cxcywh"
         if corner := _find_columns(column_by_name, [("x", "y"), *(group[:2] for group in COLUMNS.corners)]):
             return corner + width_height, "xywh"
+    if lists := _find_columns(column_by_name, [(name,) for name in COLUMNS.box_corners]):
+        return lists, "xyxy"
     return _find_columns(column_by_name, [(name,) for name in COLUMNS.box]), "xywh"
+
+
+_NUMBERED = (
+    r"[a-z]*[^a-z\d]*(?P<number>\d+)[^a-z\d]*(?P<name>[a-z].*)",  # box1_xmin
+    r"(?P<name>.*[a-z\d])[^a-z\d]+(?P<number>\d+)",  # x1_1
+    r"(?P<name>.*[a-z])(?P<number>\d+)",  # xmin1
+)
+"""Names of columns of boxes that are side by side, in lower case."""
+
+
+def _find_numbered_boxes(header: list[str]) -> tuple[list[tuple[tuple[int, ...], int | None]], BoxFormat]:
+    """Returns the columns of each box of a row and that of its own class, and what they contain: those whose names
+    without a number are the columns of a box. x1, y1, x2, y2 are not: x and y alone are no box."""
+    by_number: dict[int, dict[str, int]] = {}
+    for column, written in enumerate(header):
+        matches = (re.fullmatch(pattern, written.lower()) for pattern in _NUMBERED)
+        if match := next(filter(None, matches), None):
+            by_number.setdefault(int(match["number"]), {}).setdefault(_normalize_column(match["name"]), column)
+    found = [(names, *_find_box_columns(names)) for _, names in sorted(by_number.items())]
+    first: BoxFormat = next((box_format for _, columns, box_format in found if columns), "xyxy")
+    boxes = [(columns, names) for names, columns, box_format in found if columns and box_format == first]
+    labels = [next((names[name] for name in COLUMNS.label if name in names), None) for _, names in boxes]
+    return [(columns, label) for (columns, _), label in zip(boxes, labels, strict=True)], first
 
 
 def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     names = [_normalize_column(name) for name in rows[0]]
     column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
     box_columns, box_format = _find_box_columns(column_by_name)
+    boxes, boxes_format = _find_numbered_boxes(rows[0])
+    notes = []
+    if len(boxes) > 1 or (boxes and not box_columns):
+        box_columns, box_format = boxes[0][0], boxes_format
+        notes.append(f"a row has up to {len(boxes)} boxes, side by side")
+    else:
+        boxes = []
+    if len(box_columns) < 2:
+        lists = [column for column in box_columns if _has_box_lists(rows[1:], column, default="0 0 0 0")]
+        lists = lists or [column for column in range(len(names)) if _has_box_lists(rows[1:], column)]
+        box_columns = tuple(lists[:1])
     if not box_columns:
         return None
-    notes = []
     if len(box_columns) == 1:
-        notes.append(f"column {rows[0][box_columns[0]]!r} is read as x, y, width, height")
-    used = set(box_columns)
+        meaning = "the corners x1, y1, x2, y2" if box_format == "xyxy" else "x, y, width, height"
+        notes.append(f"column {rows[0][box_columns[0]]!r} is read as {meaning}")
+    used = {*box_columns, *(column for columns, label in boxes for column in (*columns, label) if column is not None)}
 
     def first_unused(choices: tuple[str, ...]) -> int | None:
         columns = (column_by_name[name] for name in choices if name in column_by_name)
         return next((column for column in columns if column not in used), None)
 
-    file_column = first_unused(COLUMNS.file)
+    named = [column_by_name[name] for name in COLUMNS.file if name in column_by_name]
+    file_column = _find_file_column(rows[1:], named, used)
     if file_column is None:
         return None
     used.add(file_column)
@@ -240,11 +268,15 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     used |= {column for column in (*width_height, split_column) if column is not None}
     label_column = first_unused(COLUMNS.label)
     text_columns: list[int] = []
-    if label_column is None:
-        text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+    if label_column is None and all(label is None for _, label in boxes):
+        unused = (column for column in range(len(names)) if column not in used)
+        all_text = [column for column in unused if _is_column(rows[1:], column, lambda text: not _is_number(text))]
+        text_columns = [column for column in all_text if not _is_about_image(rows[0][column])]
         if len(text_columns) == 1:
             label_column = text_columns[0]
             notes.append(f"column {rows[0][label_column]!r} is read as the class")
+        elif all_text and not text_columns:
+            notes.append(f"not read as the class: {', '.join(rows[0][column] for column in all_text)}")
     return CsvLayout(
         delimiter=delimiter,
         header=tuple(rows[0]),
@@ -252,6 +284,7 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
         label_column=label_column,
         box_columns=box_columns,
         box_format=box_format,
+        boxes=tuple(boxes),
         size_columns=(width_height[1], width_height[0]) if width_height else None,
         split_column=split_column,
         class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
@@ -259,42 +292,79 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     )
 
 
-HEADERLESS = {
-    "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
-    "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
-}
-"""Layouts of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of
-columns, and which are the image, the class, the box, the split."""
+def _find_file_column(rows: list[list[str]], named: list[int], used: set[int]) -> int | None:
+    """Returns the column of images: the first that is called so and has names of images, else the first that has, else
+    the first that is called so."""
+    columns = [*named, *range(max(map(len, rows), default=0))]
+    with_images = (column for column in columns if column not in used and _is_column(rows, column, _is_image))
+    return next(with_images, next((column for column in named if column not in used), None))
+
+
+def _is_column(rows: list[list[str]], column: int, test: Callable[[str], bool]) -> bool:
+    values = [row[column] for row in rows if column < len(row) and row[column]]
+    return bool(values) and all(map(test, values))
+
+
+def _is_image(text: str) -> bool:
+    return text.lower().endswith(tuple(folders.KNOWN_SUFFIXES))
+
+
+def _has_box_lists(rows: list[list[str]], column: int, default: str = "") -> bool:
+    """Returns whether the first value of a column, or `default`, is the four numbers of each of some boxes."""
+    values = (row[column] for row in rows if column < len(row) and row[column].lower() not in ("", *COLUMNS.no_box))
+    return bool(_parse_boxes([next(values, default)], "xyxy"))
+
+
+def _is_about_image(name: str) -> bool:
+    """Returns whether the name of a text column has a word for what no class is: a source, a country."""
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+    return not set(words).isdisjoint(COLUMNS.no_class)
 
 
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
-    first = rows[0]
-    for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
-        if len(first) != count or not folders.is_image_name(first[file_column]):
-            continue
-        has_split = split_column is None or first[split_column].lower() in (*folders.SPLIT_BY_NAME, "unassigned")
-        values = [first[column] for column in box_columns]  # all empty for an image without objects
-        if has_split and (not any(values) or all(map(_is_number, values))):
-            return CsvLayout(
-                delimiter=delimiter,
-                header=(),
-                file_column=file_column,
-                label_column=label_column,
-                box_columns=box_columns,
-                box_format="xyxy",
-                split_column=split_column,
-                notes=(f"no header: the columns are read as {columns}",),
-            )
-    return None
+    """Returns the layout of a table with a column of images and four or more of numbers, by what most values are. The
+    box is the first four numbers, or the last four if only these are corners; the class is the first text that is no
+    split, else the only number that is left. Keras-RetinaNet has `path,x1,y1,x2,y2,class`, SKU-110K also the size of
+    the image, AutoML `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
+    width = Counter(map(len, rows)).most_common(1)[0][0]
+    rows = [row for row in rows if len(row) == width]
+
+    def columns_of(test: Callable[[str], bool]) -> list[int]:
+        values = ([row[column] for row in rows if row[column]] for column in range(width))
+        return [column for column, texts in enumerate(values) if 2 * sum(map(test, texts)) > len(texts)]
+
+    images = columns_of(_is_image)
+    splits = columns_of(lambda text: text.lower() in (*folders.SPLIT_BY_NAME, "unassigned"))
+    numbers = columns_of(_is_number)
+    if not images or len(numbers) < 4:
+        return None
+
+    def are_corners(box: list[int]) -> bool:
+        parsed = (_parse_boxes([row[column] for column in box], "xyxy") for row in rows)
+        return all(x2 > x1 and y2 > y1 for boxes in parsed for x1, y1, x2, y2 in boxes)
+
+    box = next((box for box in (numbers[:4], numbers[-4:]) if are_corners(box)), numbers[:4])
+    box_format: BoxFormat = "xyxy" if are_corners(box) else "xywh"
+    texts = [column for column in columns_of(bool) if column not in (images[0], *splits, *numbers)]
+    rest = [column for column in numbers if column not in box]
+    label = texts[0] if texts else rest[0] if len(rest) == 1 else None
+    meaning = {label: "class", images[0]: "image"} | dict.fromkeys(splits[:1], "split")
+    meaning |= dict(zip(box, ("x1", "y1", "x2", "y2") if box_format == "xyxy" else "xywh", strict=True))
+    read_as = ", ".join(meaning.get(column, "…") for column in range(width))
+    return CsvLayout(
+        delimiter=delimiter,
+        header=(),
+        file_column=images[0],
+        label_column=label,
+        box_columns=tuple(box),
+        box_format=box_format,
+        split_column=splits[0] if splits else None,
+        notes=(f"no header: the columns are read as {read_as}",),
+    )
 
 
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", text) is not None
-
-
-def _is_text(rows: list[list[str]], column: int) -> bool:
-    values = [row[column] for row in rows if column < len(row) and row[column]]
-    return bool(values) and not any(_is_number(value) for value in values)
 
 
 NO_CLASS_COLUMN = "object"
@@ -316,7 +386,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         raise DataError("The tables list no images.", location=layout.parts[0].annotations, fix=fix)
     for locator in locators.values():
         builder.notes += locator.notes()
-    return builder.build()
+    table = builder.build()
+    correct_corners(table)
+    return table
 
 
 def _read_table(
@@ -348,42 +420,68 @@ def _read_table(
             height, width = (_cell(values, column) for column in layout.size_columns or (None, None))
             image_index = builder.add_image(ImageFile(folder, name, split, usable_size(height, width)))
             index_by_image[split, folder, name] = image_index
-        found = _read_box(values, layout)
-        if isinstance(found, str):
-            reason = ", the box is not four numbers" if found == "malformed-row" else ""
-            problems.add(found, location + reason)
-            builder.bad_boxes.append(image_index)
-        elif found is not None:
-            builder.boxes.append(Box(image_index, *found, line))
+        for label, boxes in _iter_cells(values, layout):
+            if isinstance(boxes, str):
+                kind, _, reason = boxes.partition(", ")
+                problems.add(kind, location + (reason and f", {reason}"))
+                builder.bad_boxes.append(image_index)
+            else:
+                builder.boxes += [Box(image_index, name, xyxy, line) for name, xyxy in zip(label, boxes, strict=True)]
 
 
-def _read_box(values: list[str], layout: CsvLayout) -> tuple[str, XYXY] | str | None:
-    """Returns class and box of a row, or the kind of problem; None for an image without objects."""
-    texts = [values[column] for column in layout.box_columns]
-    label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
-    if not any(texts):
-        return "no-box" if label and layout.label_column is not None else None
-    if (xyxy := _parse_xyxy(texts, layout)) is None:
-        return "malformed-row"
-    return (label, xyxy) if label else "no-class"
+def _iter_cells(values: list[str], layout: CsvLayout) -> Iterator[tuple[list[str], list[XYXY] | str]]:
+    """Yields the classes and boxes of the cells of a row, or, in place of boxes, the kind of problem and a reason;
+    nothing for an image without objects."""
+    for columns, own_label in layout.boxes or [(layout.box_columns, None)]:
+        label_column = layout.label_column if own_label is None else own_label
+        label = NO_CLASS_COLUMN if label_column is None else _cell(values, label_column)
+        texts = [_cell(values, column) for column in columns]
+        if not any(texts):
+            if label and label_column is not None and not layout.boxes:
+                yield [], "no-box"
+        elif len(columns) > 1 or texts[0].lower() not in COLUMNS.no_box:
+            boxes = _parse_boxes(texts, layout.box_format)
+            labels = [label] * len(boxes)
+            if len(columns) == 1 and len(boxes) > 1 and len(parts := _split_list(label)) > 1:
+                labels = parts
+            if not boxes:
+                yield [], "malformed-row, the box is not four numbers"
+            elif not all(labels):
+                yield [], "no-class"
+            elif len(labels) != len(boxes):
+                yield [], f"malformed-row, {len(boxes)} boxes and {len(labels)} classes"
+            else:
+                yield labels, boxes
 
 
 def _cell(values: list[str], column: int | None) -> str:
     return values[column] if column is not None and column < len(values) else ""
 
 
-def _parse_xyxy(texts: list[str], layout: CsvLayout) -> XYXY | None:
-    """Returns None if the texts are not four numbers."""
+def _split_list(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r"[,;|]", re.sub(r"[\[\](){}'\"]", "", text)) if part.strip()]
+
+
+def _parse_boxes(texts: list[str], box_format: BoxFormat) -> list[XYXY]:
+    """Returns the boxes of four texts, or of a text with the numbers of any number of boxes; none if they are not
+    numbers, or not four for each box."""
     if len(texts) == 1:
-        text = texts[0].strip("[](){} ")
-        texts = text.split(";") if ";" in text else text.split()
-        texts = texts if len(texts) == 4 else text.replace(",", " ").split()
+        text = re.sub(r"[\[\](){}]", " ", texts[0])
+        texts = [part for part in re.split(r"[;\s]+", text) if part.strip(",")]
+        if len(texts) % 4 or not all(_is_number(part.rstrip(",")) for part in texts):
+            texts = [part for part in re.split(r"[,;\s]+", text) if part]
     try:  # decimal commas, as Excel writes in many countries
-        a, b, c, d = (float(text.strip(" ,").replace(",", ".")) for text in texts)
+        numbers = [float(text.strip(" ,").replace(",", ".")) for text in texts]
     except ValueError:
-        return None
-    if layout.box_format == "xyxy":
+        return []
+    if len(numbers) % 4:
+        return []
+    return [_to_xyxy(box_format, *numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
+
+
+def _to_xyxy(box_format: BoxFormat, a: float, b: float, c: float, d: float) -> XYXY:
+    if box_format == "xyxy":
         return a, b, c, d
-    if layout.box_format == "xywh":
+    if box_format == "xywh":
         return a, b, a + c, b + d
     return a - c / 2, b - d / 2, a + c / 2, b + d / 2

@@ -7,24 +7,27 @@ Not here: reading (the modules of the formats, called by `index.py`), formats th
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from glob import has_magic
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from stoker.data.formats import (
     coco,
-    createml,
     csv,
     cvat,
     folders,
     jsonl,
-    kitti,
     label_studio,
     labelme,
     openimages,
     parquet,
+    public,
     tfrecord,
     via,
     voc,
@@ -36,6 +39,7 @@ from stoker.data.formats.tables import AnnotationTable, DatasetLayout, DatasetWr
 from stoker.data.formats.yolo import YAML_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
+from stoker_watch import regular_files
 from stoker_watch.errors import DataError, UsageError, make_error, nearest
 
 MAX_LISTED_NAMES = 8
@@ -58,7 +62,7 @@ class DataFormat(NamedTuple):
 FORMATS = {
     "coco": DataFormat(coco.recognize, coco.read, (".json",), coco.CocoWriter),
     "voc": DataFormat(voc.recognize, voc.read, (), voc.VocWriter),
-    "kitti": DataFormat(kitti.recognize, kitti.read),
+    "kitti": DataFormat(partial(public.recognize, format="kitti"), public.read),
     "yolo": DataFormat(yolo.recognize, yolo.read, (".yaml", ".yml", ".data"), yolo.YoloWriter),
     "tfrecord": DataFormat(tfrecord.recognize, tfrecord.read, tfrecord.SUFFIXES, tfrecord.TfRecordWriter),
     "openimages": DataFormat(openimages.recognize, openimages.read, (".csv",)),
@@ -67,10 +71,11 @@ FORMATS = {
     "cvat": DataFormat(cvat.recognize, cvat.read, (".xml",)),
     "labelme": DataFormat(labelme.recognize, labelme.read),
     "label-studio": DataFormat(label_studio.recognize, label_studio.read, (".json",)),
-    "createml": DataFormat(createml.recognize, createml.read, (".json",)),
+    "createml": DataFormat(partial(jsonl.recognize, format="createml"), jsonl.read, (".json",)),
     "jsonl": DataFormat(jsonl.recognize, jsonl.read, jsonl.SUFFIXES),
     "webdataset": DataFormat(webdataset.recognize, webdataset.read, webdataset.SUFFIXES),
     "parquet": DataFormat(parquet.recognize, parquet.read, parquet.SUFFIXES),
+    "public": DataFormat(public.recognize, public.read, public.SUFFIXES),
 }
 """In order of preference."""
 
@@ -88,10 +93,21 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     if data.is_file():
         return _detect_file(data, format)
     root_layout = _detect_in_folder(data, format)
-    if root_layout is not None and root_layout.is_certain:
-        return root_layout
-    subdirs = ((path, _detect_in_folder(path, format)) for path in folders.list_subdirs(data).values())
-    nested = [(path, layout) for path, layout in subdirs if layout is not None]
+    layout = root_layout
+    if layout is None or not layout.is_certain:
+        layout = _detect_below(data, folders.list_subdirs(data).values(), format, root_layout) or root_layout
+    if layout is None:
+        raise _no_annotations_found(data, format)
+    return replace(layout, may_be_replaced=format is None)
+
+
+def _detect_below(
+    data: Path, subdirs: Iterable[Path], format: str | None, root_layout: DatasetLayout | None = None
+) -> DatasetLayout | None:
+    """Returns the data set in one of the folders in a folder, or in several that are its splits. root_layout: the one
+    that is there too, and that is only given up for a certain one. Raises DataError for several data sets."""
+    layouts = ((path, _detect_in_folder(path, format)) for path in subdirs)
+    nested = [(path, layout) for path, layout in layouts if layout is not None]
     candidates = [item for item in nested if item[1].is_certain] or ([] if root_layout is not None else nested)
     if len(candidates) == 1:
         path, layout = candidates[0]
@@ -100,14 +116,11 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
             hint = f"its images were not found; --format {root_layout.format} reads it"
             notes.append(f"not read: {root_layout.description}, {hint}")
         return replace(layout, notes=(*notes, *layout.notes))
-    if candidates:
-        if (merged := _merge_split_folders(data, candidates)) is not None:
-            return merged
+    merged = _merge_split_folders(data, candidates) if candidates else None
+    if candidates and merged is None:
         names = [path.name for path, _ in candidates]
         raise make_error(DataError, "several-data-sets", data, choices=names, count=len(names), example=data / names[0])
-    if root_layout is not None:
-        return root_layout
-    raise _no_annotations_found(data, format)
+    return merged
 
 
 def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
@@ -160,7 +173,7 @@ def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
 def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -> DatasetLayout | None:
     """Makes one data set of split folders that are data sets of the same format; None if they are not."""
     first = nested[0][1]
-    splits = [folders.SPLIT_BY_NAME.get(path.name.lower()) for path, _ in nested]
+    splits = [folders.split_from_name(path.name) for path, _ in nested]
     own_parts = [(split, part) for split, (_, layout) in zip(splits, nested, strict=True) for part in layout.parts]
     metadata_files = tuple(path for _, layout in nested for path in layout.metadata_files)
     if (
@@ -183,6 +196,7 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
 
 
 def _detect_file(data: Path, format: str | None) -> DatasetLayout:
+    regular_files.open_file(data).close()  # raises what is wrong with it before a format is tried
     file_name = tfrecord.strip_shard_number(data.name).lower()
     for name, spec in FORMATS.items():
         is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
@@ -229,9 +243,9 @@ def _path_not_found(data: Path) -> DataError:
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    contents = _describe_contents(data)
+    contents = "; ".join([_describe_contents(data), *_describe_tables(data)])
     below: list[Path] = []  # the first folders with a data set, below those in which `detect_layout` looks
-    for folder, _ in _walk(data, 2 * MAX_DEPTH):
+    for folder, _ in walk(data, 2 * MAX_DEPTH):
         if len(below) < MAX_LISTED_DIRS and not is_below(str(folder), list(map(str, below))):
             with contextlib.suppress(DataError, OSError):  # it is what the user may look at, not what is read
                 if (layout := _detect_in_folder(folder, format)) is not None and layout.is_certain:
@@ -242,6 +256,15 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
     expected = "; ".join(text for name, text in folders.format_texts().expected.items() if format in (None, name))
     in_format = f" in the format {format!r}" if format else ""
     return make_error(DataError, "no-annotations", data, in_format=in_format, contents=contents, expected=expected)
+
+
+def _describe_tables(data: Path) -> Iterator[str]:
+    """Yields the columns of the tables, in a folder or one below, that are not understood."""
+    directories = (data, *folders.list_subdirs(data).values())
+    tables = (file for directory in directories for file in folders.list_files(directory, csv.TABLE_SUFFIXES))
+    for file in islice(tables, MAX_LISTED_DIRS):
+        with contextlib.suppress(DataError, OSError):
+            yield f"{file.relative_to(data)} is not a table of boxes: {csv.describe_columns(file)}"
 
 
 def _describe_contents(folder: Path) -> str:
@@ -262,9 +285,55 @@ MAX_DEPTH = 3
 OUTPUT_DIRS = ("runs", "predictions")
 """Folders that stoker itself writes."""
 MAX_LISTED_DIRS = 5
+ANNOTATION_SUFFIXES = (".xml", ".txt", ".json", ".csv")
 
 
-def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector) -> list[str]:
+def find_fuller(
+    layout: DatasetLayout, table: AnnotationTable, walked: Sequence[tuple[Path, list[str]]]
+) -> DatasetLayout | None:
+    """Returns the data set in another format, in a folder below or the same one, that annotates all images that this
+    one annotates, and more, or as many and is preferred; None if there is none. In the same folder the order of formats
+    decides, unless this one annotates no image. Images that do not exist do not count. walked: of the layout's root."""
+    has_images = next(_iter_annotated(layout, table), None) is not None
+    others: list[DatasetLayout | None] = [] if has_images else [*layout.others]
+    with contextlib.suppress(DataError, OSError):  # what is wrong below is not what would be read
+        others.append(_detect_below(layout.root, _dirs_with_others(layout, walked), None))
+    for other in (other for other in others if other is not None and other.format != layout.format):
+        with contextlib.suppress(DataError, OSError):
+            theirs = set(_iter_annotated(other, FORMATS[other.format].read(other, ProblemCollector())))
+            own = set(_iter_annotated(layout, table))
+            is_preferred = list(FORMATS).index(other.format) < list(FORMATS).index(layout.format)
+            if own < theirs or (own == theirs and is_preferred):
+                counts = f"it annotates {len(own):,} images that exist, {other.description} {len(theirs):,}"
+                hint = f"; --format {layout.format} reads it" if own else ""
+                return replace(other, notes=(f"not read: {layout.description}: {counts}{hint}", *other.notes))
+    return None
+
+
+def _iter_annotated(layout: DatasetLayout, table: AnnotationTable) -> Iterator[str]:
+    """Yields the images that exist and have a box."""
+    for image_index in np.flatnonzero(np.bincount(table.image_index)).tolist():
+        path = os.path.join(layout.root, table.image_path(image_index))
+        if table.byte_range is not None or os.path.isfile(path):
+            yield os.path.realpath(path)
+
+
+def _dirs_with_others(layout: DatasetLayout, walked: Sequence[tuple[Path, list[str]]]) -> list[Path]:
+    """Returns the folders in the root with images, and annotation files that are not those of the layout."""
+    used = [os.path.realpath(part.annotations) for part in layout.parts]
+    with_images, with_others = set[str](), set[str]()
+    for folder, names in walked[1:]:
+        top, real_dir = folder.relative_to(layout.root).parts[0], os.path.realpath(folder)
+        others = (name for name in names if name.lower().endswith(ANNOTATION_SUFFIXES))
+        is_used = is_below(real_dir, used) or all(os.path.join(real_dir, name) in used for name in others)
+        with_others.update([top] * (not is_used))
+        with_images.update([top] * any(map(folders.is_image_name, names)))
+    return [layout.root / top for top in sorted(with_images & with_others)]
+
+
+def describe_unused(
+    layout: DatasetLayout, table: AnnotationTable, problems: ProblemCollector, walked: Sequence[tuple[Path, list[str]]]
+) -> list[str]:
     """Returns notes on what is not used; another format with more boxes is a problem, too. table: before images were
     dropped. problems: those found so far."""
     notes = [_describe_other(layout, table, other, problems) for other in layout.others]
@@ -276,8 +345,9 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
     texts = []
     num_unnamed = 0
-    for folder, files in _walk(layout.root):
+    for folder, files in walked:
         real_dir = os.path.realpath(folder)
+        notes += _describe_pointers(folder, files)
         num_images = len({name for name in files if folders.is_image_name(name)} - names_by_dir.get(real_dir, set()))
         if real_dir in names_by_dir:
             num_unnamed += num_images
@@ -297,6 +367,13 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, problems: Pro
     return [*notes, *([f"not used: {'; '.join(texts)}"] if texts else [])]
 
 
+def _describe_pointers(folder: Path, names: list[str]) -> list[str]:
+    """Returns notes on annotation files that Git LFS did not download."""
+    files = [name for name in sorted(names) if name.lower().endswith(ANNOTATION_SUFFIXES)][: folders.MAX_PROBES]
+    pointers = [name for name in files if folders.read_head(folder / name).startswith(regular_files.POINTER)]
+    return [f"not read: {name} is a pointer of Git LFS: `git lfs pull` gets the file" for name in pointers]
+
+
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("s" if count != 1 else "")
 
@@ -307,7 +384,10 @@ def _describe_other(
     counts = ""
     if image_source.path_to_uri(layout.root) is None:  # in a bucket, each image size would be a request
         try:
-            num_boxes = len(FORMATS[other.format].read(other, ProblemCollector()).boxes)
+            other_table = FORMATS[other.format].read(other, ProblemCollector())
+            num_boxes = len(other_table.boxes)
+            if num_boxes and next(_iter_annotated(other, other_table), None) is None:
+                return f"found {layout.description} and {other.description}: no image of the other exists"
             num_more = num_boxes - len(table.boxes)
             is_more = ", which are more" if num_more > 0 else ""
             if num_more > 0:
@@ -320,7 +400,7 @@ def _describe_other(
     return f"{both}: read the first{counts}; --format {other.format} reads the other"
 
 
-def _walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
+def walk(root: Path, max_depth: int = MAX_DEPTH) -> list[tuple[Path, list[str]]]:
     """Returns (folder, names of its files) of the root and the visible folders below it."""
     found = []
     for dirpath, dirnames, files in os.walk(root):

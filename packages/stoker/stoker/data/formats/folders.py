@@ -35,6 +35,7 @@ SUFFIXES = {
 }  # fmt: skip
 """Image format (`headers.KINDS`) → suffixes of its files, the usual one first."""
 KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+_DATA_SUFFIXES = (".xml", ".txt", ".json", ".csv", ".record", ".tfrecord", ".tfrecords", ".tfrec", ".tar", ".parquet")
 IMAGE_DIRS = ("images", "JPEGImages", "image_2", "data", "imgs", "pictures")
 """Usual names of image folders: those of COCO, Pascal VOC, KITTI and FiftyOne, and two that people use."""
 ANNOTATION_DIRS = (
@@ -88,7 +89,7 @@ def root_of(file: Path, annotation_dirs: tuple[str, ...] = ANNOTATION_DIRS) -> P
 def read_head(path: Path) -> bytes:
     """The first bytes of a file, without a byte order mark; none if it cannot be read, or is not a regular file."""
     try:
-        with regular_files.open_file(path) as file:
+        with os.fdopen(regular_files.open_fd(path), "rb") as file:  # also of a pointer of Git LFS
             return file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError:
         return b""
@@ -142,14 +143,24 @@ def iter_annotation_files(folder: Path, suffixes: str | tuple[str, ...]) -> Iter
 
 
 def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The subfolders that are named after a split, in the order of SPLITS. Raises DataError for two of one split."""
-    path_by_split: dict[str | None, Path] = {}
-    for name, path in list_subdirs(folder).items():
-        split = SPLIT_BY_NAME.get(name)
-        if (first := path_by_split.setdefault(split, path)) != path and split is not None:
-            names = [first.name, path.name]
+    """The subfolders that are named after a split, in the order of SPLITS. Of several, those with images, if any, else
+    with other data: TensorFlow's tutorials keep checkpoints in training/. Raises DataError for two of one split."""
+    subdirs = list_subdirs(folder)
+    for split in SPLITS:
+        paths = [path for name, path in subdirs.items() if SPLIT_BY_NAME.get(name) == split]
+        if len(paths) > 1:
+            kinds = ([path for path in paths if has_files(path, own)] for own in (IMAGE_SUFFIXES, _DATA_SUFFIXES))
+            paths = next(filter(None, kinds), paths)
+        if len(paths) > 1:
+            names = [path.name for path in paths]
             raise make_error(DataError, "two-split-folders", folder, choices=names, split=split)
-    yield from ((split, path_by_split[split]) for split in SPLITS if split in path_by_split)
+        yield from ((split, path) for path in paths)
+
+
+def has_files(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    """Returns whether a file with one of the suffixes (lower case) is in a folder or below it."""
+    levels = islice(os.walk(folder), MAX_SEARCHED_DIRS)
+    return any(name.lower().endswith(suffixes) for _, _, names in levels for name in names)
 
 
 def find_files(folder: Path, dir_names: Sequence[str], list_own: Callable[[Path], Iterable[Path]]) -> list[SplitFiles]:
@@ -222,10 +233,13 @@ def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[P
 
 def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[str]:
     """Returns notes on split folders without annotations. Raises DataError if the training or validation split has
-    none; test images are often published without."""
+    images without annotations; test images are often published so. A folder without images is no split."""
     notes, parts = [], tuple(parts)
     for split, path in iter_split_dirs(folder):
         if split not in [part.split for part in parts]:
+            if not has_files(path, IMAGE_SUFFIXES):
+                notes.append(f"{path.name}/ has neither images nor annotations: it is no split")
+                continue
             if split != "test":
                 raise make_error(DataError, "split-folder-without-annotations", path, split=split, other=parts[0])
             notes.append(f"{path.name}/ has no annotations and is left out")
@@ -319,6 +333,7 @@ class UnreadFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pattern: str
     fix: str
     first_bytes: str | None = None
+    what: str = "The data set has the format {name}, which is not read."
 
 
 class FormatTexts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -348,7 +363,7 @@ def refuse_unread(data: Path) -> None:
     if found:
         row, file = min(found, key=lambda item: format_texts().format.index(item[0]))
         fix = row.fix.format(data=shlex.quote(str(data if data.is_dir() else data.parent)))
-        raise DataError(f"The data set has the format {row.name}, which is not read.", location=file, fix=fix)
+        raise DataError(row.what.format(name=row.name), location=file, fix=fix)
 
 
 def _iter_files(folder: Path) -> Iterator[Path]:

@@ -1,9 +1,12 @@
-"""JSON lines: a JSON object per line with an image and its annotations, as `*.jsonl` or a manifest.
+"""Files with a JSON object for each image and its annotations: lines (`*.jsonl`, manifests), and CreateML's lists.
 
 Read are SageMaker Ground Truth and Rekognition (`output.manifest`), COCO-like lines and `metadata.jsonl` of the Hugging
 Face hub, Vertex AI, Azure Machine Learning and Open-GroundingDINO. What a line has is understood as in shards
-(`objects.py`). Images in buckets are found by the last parts of their URI. Formats:
-https://docs.aws.amazon.com/sagemaker/latest/dg/sms-data-output.html, https://huggingface.co/docs/datasets/image_dataset.
+(`objects.py`). Images in buckets are found by the last parts of their URI. CreateML (Apple, Turi Create, Roboflow) has
+the center, width and height of a box, in pixels from the upper left corner: the defaults of Create ML, whose other
+choices no file tells; fractions if most are within 0 … 1. Formats:
+https://docs.aws.amazon.com/sagemaker/latest/dg/sms-data-output.html, https://huggingface.co/docs/datasets/image_dataset,
+https://developer.apple.com/documentation/createml/building-an-object-detector-data-source.
 """
 
 import re
@@ -14,7 +17,7 @@ from typing import Any
 import msgspec
 
 from stoker.data.formats.folders import recognize_files
-from stoker.data.formats.images import TableBuilder
+from stoker.data.formats.images import TableBuilder, read_json
 from stoker.data.formats.objects import Entry, UnknownLayout, read_files
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
@@ -26,6 +29,9 @@ _LINE = re.compile(
     rb'(?=.*"(bbox|bboxes|boxes|objects|annotations|instances|detection|boundingBoxAnnotations|label"\s*:\s*\[\s*\{))'
 )
 """Keys of an image and of boxes; a label that is not a list of objects is the class of the whole image."""
+_CREATEML = re.compile(
+    rb'\[(?=.*"coordinates")|\[\s*\{\s*"(image|image[fF]ilename)"\s*:[^{]*"annotations?"\s*:\s*\[', re.DOTALL
+)
 
 
 def is_jsonl(head: bytes) -> bool:
@@ -33,14 +39,28 @@ def is_jsonl(head: bytes) -> bool:
     return head.startswith(b"{") and any(map(_LINE.match, head.splitlines()[:100]))
 
 
-def recognize(path: Path) -> DatasetLayout | None:
-    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none."""
-    return recognize_files(path, "jsonl", "JSON lines", SUFFIXES, is_jsonl)
+def is_createml(head: bytes) -> bool:
+    """Returns whether a file begins like a list of CreateML; its first images may have no annotations."""
+    return _CREATEML.match(head) is not None
+
+
+_KINDS = {"jsonl": ("JSON lines", SUFFIXES, is_jsonl), "createml": ("CreateML JSON", (".json",), is_createml)}
+
+
+def recognize(path: Path, format: str = "jsonl") -> DatasetLayout | None:
+    """Returns the data set of a file, or of a folder (not in subfolders) or its split folders; None if it is none.
+    format: "jsonl" or "createml"."""
+    return recognize_files(path, format, *_KINDS[format])
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all files. Raises DataError if no line has annotations that are understood."""
-    return read_files(layout, problems, _iter_lines)
+    """Reads all files. Raises DataError if no image has annotations that are understood, or if a list is not JSON."""
+    return read_files(layout, problems, _iter_lines if layout.format == "jsonl" else _iter_list)
+
+
+def _iter_list(path: Path, _builder: TableBuilder) -> Iterator[Entry]:
+    entries = read_json(path, list[dict[str, Any]], what="The file is not CreateML JSON.")
+    return ((f", image {number}", entry) for number, entry in enumerate(entries, 1))
 
 
 def _iter_lines(path: Path, builder: TableBuilder) -> Iterator[Entry]:

@@ -1,6 +1,6 @@
 """How images are annotated in JSON where no standard says it: the layouts of `LAYOUTS`, with sources in docs/data.md.
 
-Used for the samples of shards (`shards.py`) and for files with a JSON object per image (`jsonl.py`, `createml.py`).
+Used for the samples of shards (`shards.py`) and for files with a JSON object per image (`jsonl.py`).
 `read_boxes` reads the boxes of an image, `read_files` whole files.
 """
 
@@ -41,6 +41,15 @@ def corners_note(size: NDArray[np.float64], xyxy: NDArray[np.float64]) -> str | 
         return None
     part = f"{100 * reaches_out.mean():.0f} %"
     return f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {part} would reach out of their images"
+
+
+def correct_corners(table: AnnotationTable) -> None:
+    """Corrects boxes that were given as x, y, width and height and are corners; a note tells it."""
+    sizes = table.original_size[table.image_index].astype(np.float64)
+    known = (sizes > 0).all(1)
+    if (note := corners_note(sizes[known], table.boxes[known])) is not None:
+        table.boxes[:, 2:] -= table.boxes[:, :2]
+        table.notes.append(note)
 
 
 LAYOUTS = (
@@ -249,9 +258,6 @@ def read_files(
         raise make_error(DataError, "unknown-layout", builder.location(), choices=LAYOUTS, cause=unknown[0])
     builder.drop_ambiguous_images()
     table = builder.build()
-    sizes = table.original_size[table.image_index].astype(np.float64)
-    known = (sizes > 0).all(1)
-    if only_extents and (note := corners_note(sizes[known], table.boxes[known])) is not None:
-        table.boxes[:, 2:] -= table.boxes[:, :2]
-        table.notes.append(note)
+    if only_extents:
+        correct_corners(table)
     return table

@@ -58,7 +58,9 @@ class DatasetLayout:
     others: tuple["DatasetLayout", ...] = ()
     """The same folder in other formats, which are not read."""
     is_certain: bool = True
-    """False: the images are not where the annotations say, so another data set in the folder is preferred."""
+    """False: the files may be something else, so another data set in the folder is preferred."""
+    may_be_replaced: bool = False
+    """Whether a data set in another format is read instead if it annotates more images."""
 
 
 @dataclass(kw_only=True)

@@ -73,7 +73,7 @@ def read_header(path: Path) -> Header:
     try:
         if (remote_object := source.find_remote(path)) is not None:
             return _read_remote_header(remote_object, path)
-        with regular_files.open_file(path, max_bytes=regular_files.MAX_BYTES) as file:
+        with os.fdopen(regular_files.open_fd(path, max_bytes=regular_files.MAX_BYTES), "rb") as file:
             fd, total = file.fileno(), os.fstat(file.fileno()).st_size
             head = os.pread(fd, HEAD_BYTES, 0)
 
