@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -95,10 +96,17 @@ def evaluate(
 def export(
     run: str | os.PathLike[str], *, format: str = "onnx", out: str | os.PathLike[str] | None = None, **options: Any
 ) -> Path:
-    """Writes a trained model as a file that needs no stoker, as `stoker export` does: `load(run).export()`."""
-    from stoker.inference.model import load
+    """Writes a trained model as a file that needs no stoker, as `stoker export` does, checks it against the model, and
+    returns its path.
 
-    return load(run, device="cpu").export(format, out=out, **options)
+    options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images` (docs/export.md). Raises ParityError if its
+    detections differ, PreflightError if a package is missing, UsageError, StorageError.
+    """
+    from stoker.export.write import export_model
+
+    path = os.fspath(run)
+    lines = list(export_model(path, format=format, out=None if out is None else Path(out), **options))
+    return Path(re.split(r" \([\d.]+ MB", lines[0])[0])
 
 
 def check(

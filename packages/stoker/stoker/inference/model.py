@@ -264,19 +264,6 @@ class Model:
         with contextlib.closing(batches):
             return compute_metrics(gt, detect(self._detector, batches, self._device, precision=self._precision))
 
-    def export(self, format: str = "onnx", *, out: str | os.PathLike[str] | None = None, **options: Any) -> Path:
-        """Writes the model as a file that needs no stoker, checks it against this model, and returns its path.
-
-        options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images`, as `stoker export` has them
-        (docs/export.md). Raises ParityError if its detections differ, PreflightError without a package, UsageError.
-        """
-        from stoker.export.write import export_model  # takes time, and few programs export
-
-        path = None if out is None else Path(out)
-        source = self.source if self.source.is_dir() else self.weights
-        lines = list(export_model(source, format=format, out=path, **options))
-        return Path(lines[0].rpartition(" (")[0])
-
 
 def load(run: str | os.PathLike[str], *, device: str | None = None, trust_file: bool = False) -> Model:
     """A trained detector from a run folder (its best weights), a .safetensors file or an exported file (.onnx,
