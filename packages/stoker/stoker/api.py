@@ -99,8 +99,8 @@ def export(
     """Writes a trained model as a file that needs no stoker, as `stoker export` does, checks it against the model, and
     returns its path.
 
-    options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images` (docs/export.md). Raises ParityError if its
-    detections differ, PreflightError if a package is missing, UsageError, StorageError.
+    options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images` (docs/export.md). Raises ParityError if
+    its detections differ, PreflightError if a package is missing, UsageError, StorageError.
     """
     from stoker.export.write import export_model
 
