@@ -110,6 +110,7 @@ def check(
     dockerfile: str | os.PathLike[str] | None = None,
     requirements: str | os.PathLike[str] | None = None,
     script: str | os.PathLike[str] | None = None,
+    job: str | os.PathLike[str] | None = None,
     **settings: Unpack[Settings],
 ) -> "CheckReport":
     """Tests everything that could stop or slow a training, as `stoker check` does (docs/check.md).
@@ -134,6 +135,7 @@ def check(
         dockerfile=None if dockerfile is None else Path(dockerfile),
         requirements=None if requirements is None else Path(requirements),
         script=None if script is None else Path(script),
+        job=None if job is None else Path(job),
     )
     return run_checks(request)
 
