@@ -78,7 +78,7 @@ def test_callbacks_get_each_record_and_one_that_fails_stops_nothing(data: Path, 
 def test_evaluate_and_export_are_the_commands(result: stoker.Result, model: stoker.Model, tmp_path: Path):
     assert stoker.evaluate(result.run, device="cpu") == model.evaluate()
     pytest.importorskip("onnxruntime")
-    written = stoker.export(result.run, out=tmp_path / "model.onnx")
+    written = stoker.export_model(result.run, out=tmp_path / "model.onnx")
     assert written == tmp_path / "model.onnx"
     assert stoker.load(written).class_names == model.class_names
 

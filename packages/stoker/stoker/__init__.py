@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from stoker_watch.hardware.cgroup import set_spin_count
 
 if TYPE_CHECKING:
-    from stoker.api import check, evaluate, export, plan, train
+    from stoker.api import check, evaluate, export_model, plan, train
     from stoker.config.keywords import Settings
     from stoker.inference.model import Model, load
     from stoker.inference.prediction import Prediction
@@ -46,7 +46,7 @@ _HOME = {
     "StokerError": "stoker_watch.errors",
     "check": "stoker.api",
     "evaluate": "stoker.api",
-    "export": "stoker.api",
+    "export_model": "stoker.api",
     "load": "stoker.inference.model",
     "measure": "stoker_watch.recording.measure",
     "plan": "stoker.api",
@@ -54,7 +54,7 @@ _HOME = {
 }
 __all__ = [
     "Metrics", "Model", "MonitoringOptions", "Prediction", "Result", "Settings", "StokerError", "check", "evaluate",
-    "export", "load", "measure", "plan", "train",
+    "export_model", "load", "measure", "plan", "train",
 ]  # fmt: skip
 
 

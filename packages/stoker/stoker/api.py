@@ -1,4 +1,4 @@
-"""`stoker.train`, `evaluate`, `export`, `check` and `plan`: the commands as functions, with the same defaults.
+"""`stoker.train`, `evaluate`, `export_model`, `check` and `plan`: the commands as functions, with the same defaults.
 
 `stoker.load` and its model are in `stoker/inference/model.py`, the training itself is `stoker/training/run.py`.
 """
@@ -93,7 +93,7 @@ def evaluate(
     return load(run, device=device).evaluate(data, split=split, batch_size=batch_size)
 
 
-def export(
+def export_model(
     run: str | os.PathLike[str], *, format: str = "onnx", out: str | os.PathLike[str] | None = None, **options: Any
 ) -> Path:
     """Writes a trained model as a file that needs no stoker, as `stoker export` does, checks it against the model, and
@@ -102,10 +102,10 @@ def export(
     options: `batch_size`, `conf`, `iou`, `max_detections`, `opset`, `images` (docs/export.md). Raises ParityError if
     its detections differ, PreflightError if a package is missing, UsageError, StorageError.
     """
-    from stoker.export.write import export_model
+    from stoker.export import write  # the name of the package is why this function is not called `export`
 
     path = os.fspath(run)
-    lines = list(export_model(path, format=format, out=None if out is None else Path(out), **options))
+    lines = list(write.export_model(path, format=format, out=None if out is None else Path(out), **options))
     return Path(re.split(r" \([\d.]+ MB", lines[0])[0])
 
 
@@ -118,6 +118,7 @@ def check(
     dockerfile: str | os.PathLike[str] | None = None,
     requirements: str | os.PathLike[str] | None = None,
     script: str | os.PathLike[str] | None = None,
+    job: str | os.PathLike[str] | None = None,
     **settings: Unpack[Settings],
 ) -> "CheckReport":
     """Tests everything that could stop or slow a training, as `stoker check` does (docs/check.md).
@@ -142,6 +143,7 @@ def check(
         dockerfile=None if dockerfile is None else Path(dockerfile),
         requirements=None if requirements is None else Path(requirements),
         script=None if script is None else Path(script),
+        job=None if job is None else Path(job),
     )
     return run_checks(request)
 

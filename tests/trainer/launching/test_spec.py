@@ -133,7 +133,11 @@ def test_a_mounted_folder_is_reached(tmp_path: Path) -> None:
     slurm = open_place("slurm")
     with pytest.raises(StokerError, match="nodes of slurm cannot reach the run folder"):
         decide(slurm, image=None, data="demo", run_dir=str(tmp_path / "a"))
-    decide(slurm, image=None, data="demo", run_dir=str(tmp_path / "a"), mount=(str(tmp_path),))
+    at = {"image": None, "data": "demo", "run_dir": str(tmp_path / "a")}
+    with pytest.raises(StokerError, match="cannot reach the interpreter") as refused:
+        decide(slurm, **at, mount=(str(tmp_path),))
+    assert f"--mount {sys.prefix}" in str(refused.value)
+    decide(slurm, **at, mount=(str(tmp_path), sys.prefix))
 
 
 def test_few_cores_for_a_gpu_are_a_warning() -> None:
@@ -196,7 +200,7 @@ def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
     (("slurm", "demo", "--run-dir", "gs://b/r", "--namespace", "x"), "valid:  --partition, --account"),
     (("ray", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb"), "ray has no --gpu 1g.10gb"),
     (("status", "nothing"), "No job was launched for this run"),
-    (("slurm", "s3://b/coco", "extra", "--devices", "4", "--run-dir", "s3://b/r/1", "--dry-run"), "['extra']"),
+    (("slurm", "s3://b/coco", "extra", "--devices", "4", "--run-dir", "s3://b/r/1", "--dry-run"), "Too many arguments: extra"),
     (("slurm", "demo", "--model", "ember_x", "--run-dir", "s3://b/r/1", "--dry-run"), "no model called 'ember_x'; did"),
     (("k8s", "demo", "--model", "ember_s", "--queries", "3", "--run-dir", "gs://b/r", "--image", "a"), "no --queries"),
     (("local", "demo", "--model", "retinanet_resnet50_fpn", "--image-size", "100"), "must be multiples of 32"),
@@ -291,15 +295,16 @@ def test_the_log_for_slurm_of_a_run_in_a_bucket(stoker: Command, tmp_path: Path)
         f"warning: the log stoker-1.log is written into the folder from which the job is submitted, and {tmp_path}"
         in (text)
     )
-    _, text = stoker(*words, "--mount", str(tmp_path))
+    shared = ("--mount", str(tmp_path), "--mount", sys.prefix)
+    _, text = stoker(*words, *shared)
     assert "warning: the log" not in text
-    code, text = stoker("slurm", "demo", "--run-dir", str(tmp_path / "run"), "--mount", str(tmp_path), "--dry-run")
+    code, text = stoker("slurm", "demo", "--run-dir", str(tmp_path / "run"), *shared, "--dry-run")
     assert f"#SBATCH --output={tmp_path}/run/launch.log" in text.splitlines()
     assert "warning: the log" not in text
 
 
-def test_the_script_is_one_that_bash_accepts(stoker: Command, tmp_path: Path) -> None:
-    words = ("slurm", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb", "--mount", str(tmp_path))
+def test_the_script_is_one_that_bash_accepts(stoker: Command) -> None:
+    words = ("slurm", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb", "--mount", "/")
     _, text = stoker(*words, "--dry-run")
     assert "#SBATCH --gres=gpu:1g.10gb:1" in text
     script = text.partition("#!")[2].partition("\n# ")[0]

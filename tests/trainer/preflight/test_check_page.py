@@ -6,7 +6,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker.preflight.catalog import Row, rows
+from stoker.preflight.catalog import JOB_FILES, Row, rows
 from stoker.preflight.static.tables import NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +51,8 @@ def test_what_a_probe_tells_is_what_the_row_asks_for():
 
 
 def test_every_row_is_used():
-    used = set.union(*map(words, SOURCES)) | {row.id for row in NAMES.switches}
+    rules = {rule["id"] for rule in JOB_FILES["rules"]}
+    used = set.union(*map(words, SOURCES), rules) | {row.id for row in NAMES.switches}
     dynamic = (
         "/refused",
         "/unknown",

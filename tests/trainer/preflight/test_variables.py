@@ -5,8 +5,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from stoker.hardware.device import Device
 from stoker.preflight import variables
+from stoker.preflight.short import quick_findings
 from stoker.preflight.variables import TABLE, check_variables
 from stoker_watch.findings.finding import Finding
 from tests import sources
@@ -92,3 +95,15 @@ def test_all_of_stokers_variables_are_known() -> None:
     named = {name for text in texts for name in re.findall(r"\bSTOKER_[A-Z][A-Z_]*[A-Z]\b", text)}
     assert named - {*TABLE.stoker, *TABLE.internal} == set()
     assert set(TABLE.stoker) <= named
+
+
+@pytest.mark.parametrize(("change", "is_told"), [
+    ({}, True), ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, True), ({"SLURM_NTASKS": "1"}, False),
+    ({"SLURM_JOB_ID": ""}, False), ({"SLURM_STEP_NUM_TASKS": "4"}, False), ({"WORLD_SIZE": "4", "RANK": "0"}, False),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, False), ({"TF_CONFIG": "{}"}, False), ({"SLURM_NTASKS": "x"}, False),
+])  # fmt: skip
+def test_the_shell_of_a_batch_script(change: dict[str, str], is_told: bool, tmp_path: Path) -> None:
+    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", **change}
+    assert (("rank_of_batch_shell", "warning") in found(env)) is is_told
+    told = [finding.id for finding in quick_findings(Device(torch.device("cpu")), tmp_path, env=env)]
+    assert ("rank_of_batch_shell" in told) is is_told, "also at the start of a training"

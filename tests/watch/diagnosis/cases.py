@@ -345,6 +345,7 @@ NOTE_CASES: dict[str, tuple[Case, Case]] = {
         {"config": NATIVE_CONFIG.replace("DEVICE", "cuda")},
     ),
     "no_step_output": (_external(seconds=0, startup=130, losses=None), _external(seconds=0, startup=100)),
+    "hardly_begun": ({"facts": FACTS | {"usual_steps": 100_000}}, {"facts": FACTS | {"usual_steps": 100}}),
     "predicted_step": (
         {"facts": FACTS | {"predicted_step_s": 0.1, "predicted_step_error": 0.25}},
         {"facts": FACTS | {"predicted_step_s": 0.1}},

@@ -78,6 +78,8 @@ def launch(
         warnings += _check_settings(config, spec, place)
     for warning in warnings:
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
+    if place.name in ("k8s", "gcp-batch"):
+        print_text(f"stoker: /dev/shm of {spec.shm_gib:g} GiB is for NCCL; loader workers use none", file=sys.stderr)
     if dry_run:
         print_text(f"# {place.file.format(name=spec.name)}", file=sys.stderr)
         print("\n".join(map(printable, place.render(spec).split("\n"))), end="")

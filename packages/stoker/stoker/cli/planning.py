@@ -35,8 +35,8 @@ def check(
 
     The worst comes first, each finding with its fix: GPU, driver, container, host,
     data, memory, storage, network, cloud. All settings of `stoker train` are taken:
-    --model, --device, --batch-size … With nothing but --dockerfile, --requirements
-    or --script, only these files are checked, as in the CI of an image.
+    --model, --device, --batch-size … With nothing but --dockerfile, --requirements,
+    --script or --job, only these files are checked, as in the CI of an image.
 
     Exit code 3 if training would fail, or would run on the CPU without --device cpu.
     """

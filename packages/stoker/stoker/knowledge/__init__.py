@@ -1,7 +1,7 @@
 """What the trainer knows about the world, as TOML files; more is in `stoker_watch/knowledge/`.
 
 assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
-check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
+check_files.toml, check_machine.toml, job_rules.toml: findings of `stoker check`, and when (`preflight/catalog.py`).
 commands.toml: what the parameters of the trainer's commands mean (`stoker_watch/cli/__init__.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 detr_weights.toml: names in published weights of transformers (`models/detr_weights.py`).

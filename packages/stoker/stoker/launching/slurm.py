@@ -25,7 +25,7 @@ from pathlib import Path
 
 from stoker.launching.jobs import read_log, recorded_end
 from stoker.launching.spec import Job, JobStatus, LaunchPlace, LaunchSpec, state_of
-from stoker_watch.errors import PreflightError, UsageError, writing
+from stoker_watch.errors import PreflightError, UsageError, make_error, writing
 from stoker_watch.storage.uri import is_uri
 
 COMMAND_TIMEOUT_S = 60
@@ -56,6 +56,8 @@ class Slurm(LaunchPlace):
                 f"A time limit of {spec.time_limit_s} s leaves no time to train: {spec.grace_s} s are for the save.",
                 fix=f"--time-limit {math.ceil(4 * spec.grace_s / 60)}min, or a smaller --grace",
             )
+        if (spec.mounts or not is_uri(spec.run_dir)) and (kind := spec.local_storage(sys.executable)) is not None:
+            raise make_error(UsageError, "interpreter-not-shared", sys.executable, storage=kind, folder=sys.prefix)
         if is_uri(spec.run_dir) and (kind := spec.local_storage(spec.log)) is not None:
             folder, name = Path(spec.log).parent, Path(spec.log).name
             return [

@@ -27,6 +27,8 @@ class CheckRequest:
     """The same in a requirements.txt."""
     script: Path | None = None
     """What makes a training script slow: its input pipeline, its strategy."""
+    job: Path | None = None
+    """What a Slurm batch script or a Kubernetes manifest asks for and starts, and what contradicts it."""
     driver: str | None = None
     """NVIDIA driver of the machine that will run these files, which is not this one: 535."""
     deep: bool = False

@@ -126,7 +126,7 @@ def run_checks(request: CheckRequest, *, on_probe: Callable[[str], None] | None 
     prober = Prober(total_s, factor=factor, on_probe=on_probe)
     if request.driver is not None and not re.fullmatch(r"\d{3}(\.\d{1,4}){0,2}", request.driver):
         raise ConfigError(f"--driver {request.driver!r} is not the version of a driver.", choices=["535", "535.104.05"])
-    files = {name: getattr(request, name) for name in ("dockerfile", "requirements", "script")}
+    files = {name: getattr(request, name) for name in ("dockerfile", "requirements", "script", "job")}
     if any(files.values()):
         prober.ask("files", 5.0, lambda: check_sources(**files, driver=request.driver))
     if not any(files.values()) or "data" in request.config.set_fields():  # else it is the CI of an image

@@ -7,12 +7,13 @@ A probe is a function that returns findings, worst or not. What it could not fin
 """
 
 import contextlib
+import operator
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import IO, Any, NamedTuple
 
@@ -73,6 +74,26 @@ def severity_of_refusal(error: StokerError) -> Severity:
 
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
     return make_finding(id, "unknown", title, evidence, fix)
+
+
+JOB_FILES = read_toml("job_rules.toml")
+"""Rules of `stoker check --job`, and the patterns with which its facts are read."""
+_COMPARISONS = {">": operator.gt, "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
+
+
+def judge_job(about: str, facts: Mapping[str, Any], lines: Mapping[str, int], place: str) -> Iterator[Finding]:
+    """What the rules say about a part of a job. lines: those of what the facts are about; "" is the part itself."""
+    for rule in JOB_FILES["rules"]:
+        if rule["about"] == about and all(_holds(condition.split(), facts) for condition in rule["when"]):
+            line = next((lines[name] for name in (*rule.get("at", ()), "") if name in lines), 1)
+            yield describe(rule["id"], f"{place}:{line}", **facts)
+
+
+def _holds(condition: list[str], facts: Mapping[str, Any]) -> bool:
+    if len(condition) < 3:
+        return bool(facts.get(condition[-1])) is (len(condition) == 1)
+    left, comparison, right = condition
+    return bool(_COMPARISONS[comparison](facts[left], facts[right] if right in facts else float(right)))
 
 
 class Ended(NamedTuple):

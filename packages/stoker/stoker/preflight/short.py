@@ -11,6 +11,7 @@ from pathlib import Path
 from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.hardware.device import Device
 from stoker.preflight import host
+from stoker.preflight.variables import batch_shell
 from stoker_watch.errors import PreflightError
 from stoker_watch.findings.finding import Finding, worst_first
 
@@ -50,7 +51,7 @@ def quick_findings(
         run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, checkpoint_bytes=checkpoint_bytes, env=env, root=root,
         write_bytes=0,
     )  # fmt: skip
-    findings = [finding for rule in QUICK_HOST_RULES for finding in rule(machine)]
+    findings = [*batch_shell(env), *(finding for rule in QUICK_HOST_RULES for finding in rule(machine))]
     if device.kind == "cuda":
         from stoker.preflight.gpu import quick_gpu_findings
 

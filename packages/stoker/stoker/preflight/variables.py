@@ -21,6 +21,7 @@ from stoker_watch.findings.finding import Finding
 from stoker_watch.knowledge import read_toml
 from stoker_watch.secrets import mask_secrets
 
+RANK_VARIABLES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "TF_CONFIG", "CLUSTER_SPEC")
 MAX_SHOWN = 200
 """Characters of a value."""
 EXPIRATION = "AWS_CREDENTIAL_EXPIRATION"
@@ -40,11 +41,18 @@ TABLE = msgspec.convert(read_toml("variables.toml"), VariableTable)
 
 def check_variables(env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Findings of all variables; those in order are one finding."""
-    findings = [*_check_names(env), *_check_files(env), *_check_session(env), *_check_outputs(env)]
+    findings = [*batch_shell(env), *_check_names(env), *_check_files(env), *_check_session(env), *_check_outputs(env)]
     others = [row for row in findings if row.severity != "ok"]
     fine = [f"{row.place}: {row.title} ({row.evidence_text})" for row in findings if row.severity == "ok"]
     title = f"variables in order: {len(fine)}" if fine else "no other variable names output or credentials"
     return [*others, describe("variables", title=title, evidence="; ".join(fine) or "the environment of this process")]
+
+
+def batch_shell(env: Mapping[str, str]) -> Iterator[Finding]:
+    """A process in the shell of a batch script, which Slurm starts once for all tasks, and nothing has made a rank."""
+    tasks, is_rank = env.get("SLURM_NTASKS", ""), any(env.get(name) for name in RANK_VARIABLES)
+    if env.get("SLURM_JOB_ID") and re.fullmatch(r"[2-9]|[1-9]\d+", tasks) and not is_rank:
+        yield describe("rank_of_batch_shell", "SLURM_NTASKS", tasks=tasks, nodes=env.get("SLURM_JOB_NUM_NODES", "1"))
 
 
 def _check_names(env: Mapping[str, str]) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ MAX_CONTEXT_LEVELS = 3
 """How far above the Dockerfile the folder may be that `docker build` is given."""
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s*")
 _FLAG = re.compile(r"--[a-z-]+(?:=\S*)?\s+")
-_HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
+HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
 _SHELL_HEREDOC = re.compile(r"\s*(?:--\S+\s+)*(?:(?:/bin/)?(?:ba)?sh\b[^<]*)?<<")
 """A heredoc that a shell runs; every other one is the input of another program."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -85,7 +85,7 @@ class Copy(NamedTuple):
 @dataclass(frozen=True)
 class Instruction:
     name: str
-    """FROM, RUN, … in capitals."""
+    """FROM, RUN, … in capitals; SHELL for a script."""
     text: str
     """Its arguments as one line, without continuations; heredocs follow it, line by line."""
     starts: tuple[int, ...]
@@ -100,7 +100,8 @@ class Instruction:
         """The words of the first line, or of the exec form `["pip", "install"]`, without their quotes. shell: those
         that a shell sees, also in its heredocs, without comments and redirections, with "\n" after each command."""
         head, _, body = self.text.partition("\n")
-        end = len(self.text) if shell and body and _SHELL_HEREDOC.match(head) else len(head)
+        is_script = self.name == "SHELL" or (body and _SHELL_HEREDOC.match(head))
+        end = len(self.text if shell and is_script else head)
         pattern = _SHELL_TOKEN if shell else _WORD
         found = self.exec_form()
         if found:
@@ -163,7 +164,7 @@ def read_instructions(text: str) -> Iterator[Instruction]:
         name, head[0] = match[1].upper(), head[0][match.end() :]
         words = "".join(head)
         body: list[str] = []
-        for heredoc in _HEREDOC.finditer(words) if name in ("RUN", "COPY", "ADD") else ():
+        for heredoc in HEREDOC.finditer(words) if name in ("RUN", "COPY", "ADD") else ():
             while last_line_of.get(heredoc[2], -1) >= index:
                 index += 1
                 if lines[index - 1].strip() == heredoc[2]:
@@ -251,8 +252,8 @@ def run_commands(instruction: Instruction, variables: dict[str, str]) -> list[tu
     known = dict(variables)
     for word in (*instruction.words(shell=True), Word("\n", 0)):
         if word.text == "\n":
-            if current and all(_ASSIGNMENT.match(part.text) for part in current):
-                known |= dict(part.text.split("=", 1) for part in current)
+            if all(_ASSIGNMENT.match(part.text) or part.text == "export" for part in current):
+                known |= dict(part.text.split("=", 1) for part in current if "=" in part.text)
             commands.append(tuple(current))
             current = []
         elif current or not word.text.startswith(("--mount=", "--network=", "--security=")):
