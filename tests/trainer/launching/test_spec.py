@@ -200,7 +200,7 @@ def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
     (("slurm", "demo", "--run-dir", "gs://b/r", "--namespace", "x"), "valid:  --partition, --account"),
     (("ray", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb"), "ray has no --gpu 1g.10gb"),
     (("status", "nothing"), "No job was launched for this run"),
-    (("slurm", "s3://b/coco", "extra", "--devices", "4", "--run-dir", "s3://b/r/1", "--dry-run"), "many arguments: extra"),
+    (("slurm", "s3://b/coco", "extra", "--devices", "4", "--run-dir", "s3://b/r/1", "--dry-run"), "arguments: extra"),
     (("slurm", "demo", "--model", "ember_x", "--run-dir", "s3://b/r/1", "--dry-run"), "no model called 'ember_x'; did"),
     (("k8s", "demo", "--model", "ember_s", "--queries", "3", "--run-dir", "gs://b/r", "--image", "a"), "no --queries"),
     (("local", "demo", "--model", "retinanet_resnet50_fpn", "--image-size", "100"), "must be multiples of 32"),
