@@ -100,6 +100,8 @@ DOCKERFILES = (
             " -f https://download.pytorch.org/whl/cu111/torch_stable.html\n"
             "RUN pip install --user 'git+https://github.com/facebookresearch/fvcore'\n"
             'RUN git clone https://github.com/facebookresearch/detectron2 detectron2_repo\nENV FORCE_CUDA="1"\n'
+            'ARG TORCH_CUDA_ARCH_LIST="Kepler;Kepler+Tesla;Maxwell;Maxwell+Tegra;Pascal;Volta;Turing"\n'
+            'ENV TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST}"\n'
             "RUN pip install --user -e detectron2_repo\n"
         ),
     ),
@@ -126,7 +128,11 @@ DOCKERFILES = (
             "RUN git clone https://github.com/open-mmlab/mmdetection.git /mmdetection\nWORKDIR /mmdetection\n"
             "RUN pip install -r requirements/build.txt\nRUN pip install --no-cache-dir -e .\n"
         ),
-        (("requirements_not_found", "requirements/build.txt"),),
+        # Its default branch is mmdet 3 by now, which refuses mmcv-full 1.3.8.
+        (
+            ("requirements_not_found", "requirements/build.txt"),
+            ("companion_mismatch", "pip install --no-cache-dir -e ."),
+        ),
     ),
     Case(
         "nvidia_ssd",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stoker.preflight.catalog import JOB_FILES, Row, rows
-from stoker.preflight.static.tables import NAMES
+from stoker.preflight.static.tables import COMPANIONS, NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 STOKER = ROOT / "packages/stoker/stoker"
@@ -52,7 +52,7 @@ def test_what_a_probe_tells_is_what_the_row_asks_for():
 
 def test_every_row_is_used():
     rules = {rule["id"] for rule in JOB_FILES["rules"]}
-    used = set.union(*map(words, SOURCES), rules) | {row.id for row in NAMES.switches}
+    used = set.union(*map(words, SOURCES), rules) | {row.id for row in (*NAMES.switches, *COMPANIONS.companions)}
     dynamic = (
         "/refused",
         "/unknown",
@@ -61,5 +61,6 @@ def test_every_row_is_used():
         "data_rate/",
         "ecc_errors/",
         "driver_minimum/",
+        "two_",
     )
     assert {name for name in ROWS if name not in used and not any(part in name for part in dynamic)} == set()

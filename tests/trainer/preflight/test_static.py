@@ -179,7 +179,7 @@ def test_threads_of_all_processes_are_counted_against_the_cores(
         (
             "torchvision_mismatch",
             "FROM python:3.11\nRUN pip install torch==2.4.0 torchvision==0.18.1",
-            "FROM python:3.11\nRUN pip install torch==2.4.0 torchvision==0.19.1",
+            "FROM python:3.11\nRUN pip install torch==2.4.0 torchvision==0.19.0",
         ),
         (
             "wheel_missing",
@@ -686,9 +686,6 @@ def test_which_release_an_open_specifier_gives():
 
 def test_the_tables_agree_with_themselves():
     assert all(build.python[0] < build.python[1] and driver_for(build.cuda) for build in TENSORFLOW.values())
-    visions = [build.torchvision for build in TORCH.values()]
-    assert visions[:-1] == sorted(set(visions))
-    assert visions[-2:] == [(0, 29), (0, 29)]
     for build in TORCH.values():
         tag = f"cu{build.index_cuda[0]}{build.index_cuda[1]}"
         assert tag in build.cuda_tags

@@ -3,6 +3,7 @@
 assumptions.toml: what `stoker plan` assumes (`planning/duration.py`, `planning/predict.py`).
 check_files.toml, check_machine.toml, job_rules.toml: findings of `stoker check`, and when (`preflight/catalog.py`).
 commands.toml: what the parameters of the trainer's commands mean (`stoker_watch/cli/__init__.py`).
+companions.toml: packages that need each other (`preflight/static/companions.py`).
 conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 detr_weights.toml: names in published weights of transformers (`models/detr_weights.py`).
 dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).

@@ -19,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from stoker.preflight.static import requirements
-from stoker.preflight.static.requirements import Options, Package, Requested, read_package, read_text
+from stoker.preflight.static.requirements import MAX_REQUIREMENT, Options, Package, Requested, read_package, read_text
 from stoker.preflight.static.tables import (
+    COMPANIONS,
     LISTS,
     NAMES,
     PATTERNS,
@@ -62,7 +63,9 @@ _PROGRAMS = {
     r"apt-get|apt|aptitude|yum|dnf|microdnf": "apt",
     r"conda|mamba|micromamba": "conda",
     r"uv": "uv",
-    r"pip[\d.]*": "pip",
+    r"pip[\d.]*|mim": "pip",
+    r"cd|cp|mv|git": "folders",
+    r"python[\d.]*|pypy\d*|(?:ba)?sh|make\.sh": "compiled",
 }
 """Pattern of a program → the method of `_Reader` that reads its arguments."""
 _CONDA_VERBS = ("install", "create", "update", "env")
@@ -138,6 +141,10 @@ class BuildStage:
     commands: list[tuple[Word, ...]] = field(default_factory=list)
     """The simple commands of RUN, in order: words without operators and redirections."""
     copies: list[Copy] = field(default_factory=list)
+    arguments: set[str] = field(default_factory=set)
+    folder: str = "/"
+    folders: dict[int, str] = field(default_factory=dict)
+    """Index of the first command of each RUN → the folder it begins in."""
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
@@ -189,12 +196,17 @@ def read_stages(text: str) -> list[BuildStage]:
                 before |= {key: word.text for key, word in _assignments(instruction, before)}
         elif name == "ARG":
             for key, word in _assignments(instruction, stages[-1].variables):
+                stages[-1].arguments.add(key)
                 if word.text or key in before:
                     stages[-1].variables.setdefault(key, word.text or before[key])
         elif name == "ENV":
             stages[-1].environment |= dict(_assignments(instruction, stages[-1].variables))
             stages[-1].variables |= {key: word.text for key, word in stages[-1].environment.items()}
+        elif name == "WORKDIR":
+            folder = substitute(instruction.text.strip(" \t\"'"), stages[-1].variables)
+            stages[-1].folder = os.path.join(stages[-1].folder, folder)[:MAX_REQUIREMENT]
         elif name == "RUN":
+            stages[-1].folders[len(stages[-1].commands)] = stages[-1].folder
             stages[-1].commands += run_commands(instruction, stages[-1].variables)
         elif name in ("COPY", "ADD"):
             words = [substitute(word.text, stages[-1].variables) for word in instruction.words()]
@@ -303,8 +315,8 @@ class Image(Requested):
     """The machine's, as the user says."""
     has_gl: bool = False
     """An apt package brings libGL."""
-    extensions: list[tuple[str, str]] = field(default_factory=list)
-    """Packages that are compiled with the image's nvcc: (name, place)."""
+    builds: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    """What is built from source code: (address or folder, place, variables); a folder begins with its repository."""
     environment: dict[str, Word] = field(default_factory=dict)
     stubs: list[tuple[str, str]] = field(default_factory=list)
     conda_forge: list[Package] = field(default_factory=list)
@@ -392,6 +404,9 @@ class _Reader:
         self.image = Image(base=self.stage.image, place=place, file=str(path), environment=self.stage.environment)
         self.channels: set[str] = set()
         """Channels of conda's configuration."""
+        self.folder, self.assigned = "/", dict[str, str]()
+        self.clones: dict[str, tuple[str, str]] = {}
+        """Folder → (repository, tag or branch)."""
 
     def read(self) -> Image:
         image = self.image
@@ -405,9 +420,12 @@ class _Reader:
             carried = _Reader(self.path, [*self.stages[: self.stages.index(other)], other], self.given).read()
             image.packages += carried.packages
             image.missing += carried.missing
+            image.builds += carried.builds
             image.without_cuda = image.without_cuda and not carried.cudas
         depth = 0
-        for command in self.stage.commands:
+        for index, command in enumerate(self.stage.commands):
+            if index in self.stage.folders:
+                self.folder, self.assigned = os.path.normpath(self.stage.folders[index]), {}
             depth += (command[0].text in ("if", "case")) - (command[0].text in ("fi", "esac"))
             if not depth:  # what happens under a condition is not known
                 self.command(command)
@@ -424,7 +442,8 @@ class _Reader:
         return f"{self.path}:{word.line}"
 
     def command(self, words: tuple[Word, ...]) -> None:
-        while words and _PREFIX.fullmatch(words[0].text):
+        while words and (_PREFIX.fullmatch(words[0].text) or words[0].text == "export"):
+            self.assigned |= dict([words[0].text.split("=", 1)]) if "=" in words[0].text else {}
             words = words[1:]
         if not words:
             return
@@ -436,9 +455,11 @@ class _Reader:
         self.stub(texts, words[-1])
         if re.fullmatch(r"python[\d.]*|pypy\d*", program) and texts[1:3] in (["-m", "pip"], ["-m", "uv"]):
             program, words = texts[2], words[2:]
+        elif program == "mim":  # it looks for a wheel with the CUDA of torch
+            words = (*words, Word("--find-links", 0), Word("mim", 0))
         for pattern, read in _PROGRAMS.items():
             if re.fullmatch(pattern, program):
-                getattr(self, read)(words[1:])
+                getattr(self, read)(words if read in ("folders", "compiled") else words[1:])
 
     def stub(self, texts: list[str], last: Word) -> None:
         """A link to the stub of the driver's library, where the loader finds it."""
@@ -446,6 +467,51 @@ class _Reader:
             path = self.stage.environment.get("LD_LIBRARY_PATH")
             if "/stubs/" not in texts[-1] or (path is not None and "/stubs" in path.text):
                 self.image.stubs.append((texts[-1], self.place(last)))
+
+    def folders(self, words: tuple[Word, ...]) -> None:
+        """cd, git clone and checkout, and a setup.py that is copied into the current folder."""
+        arguments = list(_arguments(words[1:], LISTS["git_values"]))
+        verb, *rest = [word.text for option, word in arguments if not option] or [""]
+        if words[0].text == "cd":
+            self.folder = self.absolute(verb)
+        elif verb == "clone" and rest:
+            name = PurePosixPath(rest[0]).name.removesuffix(".git")
+            branch = "".join(word.text for option, word in arguments if option in ("-b", "--branch"))
+            self.clones[self.absolute(rest[1] if len(rest) > 1 else name)] = name, branch
+        elif verb == "checkout" and rest:
+            self.clones[self.folder] = self.project("")[0], rest[0]
+        elif verb.endswith("/setup.py") and rest and self.absolute(rest[-1].removesuffix("setup.py")) == self.folder:
+            self.clones[self.folder] = self.project(os.path.dirname(verb))
+
+    def absolute(self, folder: str) -> str:
+        return os.path.normpath(os.path.join(self.folder, folder))[:MAX_REQUIREMENT]
+
+    def project(self, target: str) -> tuple[str, str]:
+        """The address or folder of something to be installed, and the tag or branch of its clone; `?`: not known."""
+        path = target if "://" in target else self.absolute(target)
+        folder = max((one for one in self.clones if f"{path}/".startswith(f"{one}/")), key=len, default=None)
+        return (self.clones[folder][0] + path[len(folder) :], self.clones[folder][1]) if folder else (path, "?")
+
+    def compiled(self, words: tuple[Word, ...]) -> None:
+        scripts = ("make.sh", "setup.py") if {word.text for word in words} & set(LISTS["setup_verbs"]) else "make.sh"
+        for word in words:
+            if word.text.endswith(scripts):
+                self.build(os.path.dirname(word.text), word, Options())
+
+    def build(self, target: str, word: Word, options: Options) -> None:
+        """Something that is built from source code, and the package that it is or requires."""
+        project, revision = self.project(target)
+        variables: dict[str, str] = {}
+        for name in LISTS["build_variables"]:
+            is_set = self.stage.environment.get(name, Word("", word.line + 1)).line <= word.line
+            if is_set or name in self.assigned or name in self.stage.arguments:
+                variables[name] = self.assigned.get(name) or self.stage.variables.get(name, "$")
+        self.image.builds.append((project, self.place(word), variables))
+        tag = re.fullmatch(r"v?(\d+(?:\.\d+)+(?:rc\d+)?)|main|", revision)
+        for pattern, name in (COMPANIONS.sources | COMPANIONS.requires).items():
+            if not options.no_deps and re.search(pattern, project) and (tag or pattern in COMPANIONS.requires):
+                specifier = f"=={tag[1]}" if tag and tag[1] and pattern in COMPANIONS.sources else ""
+                self.image.add(Package(name, specifier, self.place(word), f"{project} {specifier}".strip()))
 
     def uv(self, words: tuple[Word, ...]) -> None:
         if words and words[0].text == "pip":
@@ -510,9 +576,10 @@ class _Reader:
         options, files, names = self.pip_arguments(rest)
         for word in files:
             self.requirements_file(word, options)
+        has_wheels = any(word.text in ("-f", "--find-links") for word in rest)
         for word in names:
-            if re.search(PATTERNS["extension"], word.text.lower()) and ".whl" not in word.text:
-                self.image.extensions.append((word.text, self.place(word)))
+            if ".whl" not in word.text and (not has_wheels or re.search(r"^\.|/|_repo$", word.text)):
+                self.build(word.text, word, options)
             if package := read_package(word.text, place=self.place(word), options=options):
                 self.image.add(package)
         is_framework_named = files or any(word.text.startswith(("torch", "tensorflow")) for word in names)
@@ -578,6 +645,8 @@ def _read_base(image: Image) -> None:
         image.ubuntu = next((release for release, row in UBUNTU.items() if row.name == match[1]), match[1])
     if match := re.search(r"(?:^|/|uv:)python:?(3\.\d+)", name):
         image.python = minor(match[1])
+    for pattern, python in COMPANIONS.image_pythons.items():
+        image.python = python if re.search(pattern, name) else image.python
     for row in NAMES.images:
         if match := re.search(row.pattern, name):
             _read_known(image, name, row, match.groupdict())

@@ -36,7 +36,7 @@ _CONDA_NAMES = {"pytorch": "torch", "pytorch-gpu": "torch", "pytorch-cpu": "torc
 _CONDA_SPEC = re.compile(r"(?:[^\s:]+::)?([A-Za-z0-9_.-]+)\s*((?:[=<>!~]=?)?[^=\s]*)(?:=(\S*)|\s+(\S+))?")
 _WHEEL_INDEX = re.compile(r"download\.pytorch\.org/(?:whl/)?(?:nightly/|test/)?(cpu|cu\d{2,3})(?:/|$)")
 _WHEEL_FILE = re.compile(r"/([A-Za-z0-9_]+)-(\d[^-/]*)-[^/]*\.whl(?:$|[#?])")
-_EXACT = re.compile(r"===?\s*v?(\d+(?:\.\d+)*)[^,]*")
+_EXACT = re.compile(r"===?\s*v?(\d+(?:\.\d+)*(?:\.post\d+)?)[^,]*")
 
 
 @dataclasses.dataclass(frozen=True)

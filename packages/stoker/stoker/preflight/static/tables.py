@@ -1,12 +1,14 @@
 """Which versions belong together, and by which names images, packages and calls are recognized. Facts, no rules.
 
 Versions are in `knowledge/versions.toml`, with their sources; a release that is newer than these tables is reported as
-unknown, never as wrong. Names are in `knowledge/source_names.toml`.
+unknown, never as wrong. Names are in `knowledge/source_names.toml`, packages that need each other and what is compiled
+in `knowledge/companions.toml`.
 """
 
 import re
 
 import msgspec
+from packaging.specifiers import SpecifierSet
 
 from stoker.knowledge import read_toml
 
@@ -38,7 +40,6 @@ class TensorFlowBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TorchBuild(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one minor release of PyTorch has on download.pytorch.org and on the package index."""
 
-    torchvision: Minor
     python: tuple[Minor, Minor]
     index_cuda: Minor
     """CUDA of the wheels on the package index for Linux x86-64."""
@@ -58,7 +59,6 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     since: dict[str, Minor]
     """Releases from which on something is different."""
     tensorflow_without_own_cuda: str
-    tensorflow_numpy_open: tuple[Minor, Minor]
     tensorflow_protobuf_capped: dict[str, int]
     tensorflow: dict[str, TensorFlowBuild]
     torch: dict[str, TorchBuild]
@@ -107,6 +107,55 @@ class _Names(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 NAMES = msgspec.convert(read_toml("source_names.toml"), _Names)
 PATTERNS, LISTS = NAMES.patterns, NAMES.names
+
+
+class Companion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Packages that need certain releases of another one, or of the image's Python; `companions.toml` explains it."""
+
+    packages: list[str]
+    other: list[str]
+    needs: dict[str, str]
+    source: str
+    id: str = "companion_mismatch"
+    declared: bool = False
+    brought_by: list[str] = []
+    effect: str = ""
+
+    def needed(self, release: str) -> str | None:
+        return next((self.needs[key] for key in self.needs if _contains(key, release)), None)
+
+    def fits(self, release: str, others: list[str]) -> bool:
+        needed = self.needed(release)
+        return needed is None or any(_contains(needed, other) for other in others)
+
+
+def _contains(releases: str, release: str) -> bool:
+    return SpecifierSet(f"=={releases}" if releases[0].isdigit() else releases).contains(release, prereleases=True)
+
+
+class Compiled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Source code that is compiled with CUDA, and the variables that compile it where no GPU is seen."""
+
+    name: str
+    pattern: str
+    source: str
+    forced_by: list[str] = []
+    always: bool = False
+    effect: str = ""
+    fix: str = ""
+
+
+class _Companions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    newest: dict[str, dict[str, Minor]]
+    companions: list[Companion]
+    builds: list[Compiled]
+    sources: dict[str, str]
+    requires: dict[str, str]
+    gpus: dict[str, str]
+    image_pythons: dict[str, Minor]
+
+
+COMPANIONS = msgspec.convert(read_toml("companions.toml"), _Companions, dec_hook=lambda _, text: minor(text))
 
 
 def driver_for(cuda: Minor) -> str | None:

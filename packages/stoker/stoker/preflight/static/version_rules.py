@@ -5,10 +5,11 @@ the tables makes it silent, or the finding `unknown`. The texts are in `knowledg
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from stoker.preflight.catalog import describe
+from stoker.preflight.static.companions import check_builds, check_companions
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.tables import (
@@ -206,13 +207,13 @@ def _python(image: Image) -> Iterator[Finding]:
             yield describe("python_unsupported", package.place, found=found, python=image.python)
 
 
-def _torchvision(image: Image) -> Iterator[Finding]:
-    torch, vision = image.get("torch"), image.get("torchvision")
-    if torch is None or vision is None or torch.minor not in TORCH or vision.minor is None:
-        return
-    wanted = TORCH[torch.minor].torchvision
-    if vision.minor != wanted and min(vision.minor, wanted) < SINCE["torchvision_free"]:
-        yield describe("torchvision_mismatch", vision.place, torch=torch, vision=vision, wanted=wanted)
+def _builds(image: Image) -> Iterator[Finding]:
+    torch = image.get("torch")
+    for package in filter(None, map(image.get, ("torchvision", "torchaudio"))):
+        if len({(cuda_of_tag(found.local) or (0,))[0] for found in (torch, package) if found and found.local}) > 1:
+            yield describe("companion_mismatch/build", package.place, torch=torch, text=package.text)
+    if not any(_cpu_only(image)) and not any(_extensions(image)):
+        yield from check_builds(image)
 
 
 def _wheel_index(image: Image) -> Iterator[Finding]:
@@ -225,30 +226,10 @@ def _wheel_index(image: Image) -> Iterator[Finding]:
         yield describe("wheel_missing", torch.place, torch=torch, tag=tag, tags=", ".join(tags), newest=tags[-1])
 
 
-def _numpy(image: Image) -> Iterator[Finding]:
-    """NumPy 2 that is asked for, or that pip takes where nothing excludes it."""
-    numpy, tensorflow, torch = image.get("numpy"), _tensorflow(image), _torch(image)
-    if numpy and not numpy.allows_minor((2, 0)) and not numpy.allows_minor((2, 2)):
-        return
-    asked = numpy is not None and not any(numpy.allows_minor((1, number)) for number in range(9, 27))
-    old: list[tuple[_Framework, bool, str]] = []
-    if tensorflow and tensorflow.number < SINCE["tensorflow_numpy_2"]:
-        first, last = TABLES.tensorflow_numpy_open
-        old.append((tensorflow, numpy is not None and first <= tensorflow.number <= last, "import fails"))
-    if torch and torch.number < SINCE["torch_numpy_2"]:
-        is_needed = image.get("numpy", *LISTS["needs_numpy"]) is not None
-        old.append((torch, is_needed, 'tensor.numpy() raises "Numpy is not available"'))
-    for found, may_come, effect in old:
-        package, python = found.package, image.python
-        if asked and numpy and package.source != "conda":
-            yield describe("numpy_too_new/asked", numpy.place, found=found, effect=effect, text=numpy.text)
-        elif may_come and package.source == "pip" and python is not None and python >= (3, 9):
-            yield describe("numpy_too_new/open", package.place, found=found, effect=effect)
-
-
 def _protobuf(image: Image) -> Iterator[Finding]:
     found, protobuf = _tensorflow(image), image.get("protobuf")
-    if found is None or found.package.source != "pip" or not (1, 15) <= found.number <= (2, 9):
+    has_none = image.python is not None and image.python < (3, 7)  # protobuf 4 has no release for it
+    if found is None or found.package.source != "pip" or has_none or not (1, 15) <= found.number <= (2, 9):
         return
     package, number = found.package, found.number
     patch = (package.version or "").split(".")[2:]
@@ -262,24 +243,13 @@ def _protobuf(image: Image) -> Iterator[Finding]:
         yield describe("protobuf_too_new", (protobuf or package).place, number=number, text=text)
 
 
-def _keras(image: Image) -> Iterator[Finding]:
-    found, keras = _tensorflow(image), image.get("keras")
-    if found is None or keras is None or keras.minor is None or found.number < (2, 6):
-        return
-    since = SINCE["tensorflow_keras_3"]
-    if found.number < since and keras.minor != found.number and keras.minor >= (2, 6):
-        yield describe("keras_mismatch/own", keras.place, found=found, keras=keras, since=since)
-    elif found.number >= since and keras.minor < (3, 0):
-        yield describe("keras_mismatch/three", keras.place, found=found, keras=keras)
-
-
 def _extensions(image: Image) -> Iterator[Finding]:
     torch = _torch(image)
     built = _torch_cuda(torch) if torch else None
     nvcc = next((cuda.version for cuda in image.cudas if "devel" in cuda.text or not cuda.is_base), None)
-    if image.extensions and built is not None and nvcc is not None and nvcc[0] != built[0]:
-        name, place = image.extensions[0]
-        yield describe("extension_cuda_mismatch", place, name=name, nvcc=nvcc, built=built)
+    compiled = [build for build in image.builds if re.search(PATTERNS["extension"], build[0].lower())]
+    for name, place, _ in compiled[:1] if built is not None and nvcc is not None and nvcc[0] != built[0] else ():
+        yield describe("extension_cuda_mismatch", place, name=name.lstrip("/"), nvcc=nvcc, built=built)
 
 
 def _conda(image: Image) -> Iterator[Finding]:
@@ -291,23 +261,18 @@ def _conda(image: Image) -> Iterator[Finding]:
             yield describe("conda_picks_cpu", package.place, text=package.text)
 
 
-def _onnxruntime(image: Image) -> Iterator[Finding]:
-    found = [package for name in LISTS["onnxruntime"] if (package := image.get(name))]
-    yield from _same_module(image, "two_onnxruntimes", found)
-
-
-def _same_module(image: Image, id: str, packages: Sequence[Package]) -> Iterator[Finding]:
+def _same_modules(image: Image) -> Iterator[Finding]:
     """Packages that install the same module, so that the last one remains."""
-    if len(packages) > 1:
-        names = " and ".join(sorted(package.name for package in packages))
-        yield describe(id, max(packages, key=image.packages.index).place, names=names)
+    for kind in ("opencv", "onnxruntime", "mmcv"):
+        found = [package for name in LISTS[kind] if (package := image.get(name))]
+        if len(found) > 1:
+            names = " and ".join(sorted(package.name for package in found))
+            yield describe(f"two_{kind}s", max(found, key=image.packages.index).place, names=names)
 
 
 def _opencv(image: Image) -> Iterator[Finding]:
-    found = [package for name in LISTS["opencv"] if (package := image.get(name))]
-    yield from _same_module(image, "two_opencvs", found)
     gui = image.get(*LISTS["opencv_gui"])
-    is_headless = any("headless" in package.name for package in found)
+    is_headless = image.get("opencv-python-headless", "opencv-contrib-python-headless") is not None
     lacks_gl = not (is_headless or image.has_gl) and re.search(PATTERNS["without_gl"], image.base)
     if gui and gui.source != "conda" and lacks_gl:
         yield describe("opencv_without_gl", gui.place, name=gui.name, base=image.base)
@@ -327,6 +292,9 @@ def _variables(image: Image) -> Iterator[Finding]:
         word = image.environment.get(name)
         if word and word.text.strip().lower() in hidden:
             yield describe("gpu_hidden/variable", f"{image.file}:{word.line}", name=name, value=word.text)
+    for name, word in image.environment.items():
+        if re.fullmatch(PATTERNS["machine_variable"], name) and not re.match(r"\^|.*\$", word.text):
+            yield describe("variable_of_machine", f"{image.file}:{word.line}", name=name, value=word.text)
     word = image.environment.get("NVIDIA_DRIVER_CAPABILITIES")
     if word and not {"compute", "all"} & set(re.split(r"[,\s]+", word.text)) and "$" not in word.text:
         yield describe("gpu_hidden/capabilities", f"{image.file}:{word.line}", value=word.text)
@@ -363,7 +331,7 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
-    _missing, _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _torchvision, _wheel_index, _numpy,
-    _protobuf, _keras, _extensions, _conda, _opencv, _onnxruntime, _unpinned, _variables, _drivers, _newer_than_tables,
-    _driver_minimum,
+    _missing, _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _wheel_index,
+    check_companions, _protobuf, _extensions, _builds, _conda, _opencv, _same_modules, _unpinned, _variables,
+    _drivers, _newer_than_tables, _driver_minimum,
 )  # fmt: skip
