@@ -146,6 +146,7 @@ def test_python_3_6_gets_no_protobuf_4_by_itself(tmp_path: Path):
         (LIST + "RUN pip install mmcv==2.1.0\nENV FORCE_CUDA=1", "FORCE_CUDA"),  # too late
         (LIST + "RUN pip install mmcv==2.1.0 -f https://download.openmmlab.com/mmcv/dist/cu118/index.html", None),
         (LIST + "RUN pip install openmim && mim install mmcv==2.1.0", None),
+        ("RUN pip install 'mmcv>=2.0.0,<2.2'", "FORCE_CUDA"),
         ("RUN pip install mmcv==1.7.1", None),  # it has no operators
         ("ARG FORCE_CUDA=1\nARG TORCH_CUDA_ARCH_LIST\nRUN git clone https://x/mmcv /m && pip install /m", None),
         ("WORKDIR /w\nRUN git clone https://x/Deformable-DETR d\nWORKDIR d/models/ops\nRUN bash make.sh", "starts"),
