@@ -323,6 +323,26 @@ def test_a_cheap_call_is_no_finding(call: str, samples: int, tmp_path: Path) -> 
     assert run_rules(read_run(make_run(tmp_path / "run", seconds=45, stacks=stacks))) == []
 
 
+@pytest.mark.parametrize(
+    ("samples", "grows"),
+    [([8, 12, 15, 21, 24, 31, 33, 40], True), ([40, 33, 31, 24, 21, 15, 12, 8], False), ([24] * 8, False),
+     ([20, 31, 18, 30, 22, 33, 19, 30], False), ([16, 24, 30, 42], False)],
+)  # fmt: skip
+def test_a_line_that_takes_longer_and_longer_is_told_to_grow(samples: list[int], grows: bool, tmp_path: Path) -> None:
+    stacks = []
+    for number, count in enumerate(samples, 1):
+        line = Place(line="train.py:53", function="update", call="copy.deepcopy", kind="python", samples=count)
+        rest = Place(line="train.py:50", function="train", kind="compute", samples=100 - count)
+        stacks.append(window(number, line, rest, samples=100, main_thread={"compute": 1.0}))
+    run = make_run(tmp_path / "run", seconds=10 * len(samples) + 5, stacks=stacks)
+    (finding,) = [found for found in run_rules(read_run(run)) if found.id == "heavy_place"]
+    texts = [evidence.text for evidence in finding.evidence if "longer and longer" in evidence.text]
+    assert len(texts) == grows
+    assert ("metric.reset()" in finding.fix) == grows
+    if grows:
+        assert 3 < float(texts[0].split(": ")[1].split()[0]) < 7
+
+
 def test_workers_that_start_once_are_no_finding(tmp_path: Path) -> None:
     imports = Place(line="train.py:1", function="<module>", call="import torch", kind="other", samples=40)
     waits = Place(kind="idle", samples=40)

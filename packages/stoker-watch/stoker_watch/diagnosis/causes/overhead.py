@@ -199,6 +199,10 @@ def _place_evidence(run: RunRecords, cost: Cost, whole: PlaceTotal) -> list[Evid
         f"{whole.high_s:,.0f}), in {whole.samples} samples{f', {often}' if often else ''}"
     )
     evidence = [make_evidence(text, whole.seconds / observed_s if observed_s else None, "stacks.jsonl: places")]
+    if place.grown is not None:
+        ratio = place.grown[1] / max(place.grown[0], place.grown[1] / 99)
+        grows = f"it takes longer and longer: {ratio:.2g} times as much of the time in the end as at the beginning"
+        evidence.append(make_evidence(grows, ratio, "stacks.jsonl: places"))
     leaves = sorted((count, leaf) for leaf, count in place.leaves.items() if leaf)
     if leaves and 2 * leaves[-1][0] > place.samples:
         evidence.append(make_evidence(f"mostly in {leaves[-1][1]}", leaves[-1][0], "stacks.jsonl: places.leaf"))
@@ -222,7 +226,8 @@ def _find_fix(run: RunRecords, place: PlaceTotal) -> str | None:
             return HEAVY_PLACE.other_fixes["despite workers"]
     name = next((name for name, pattern in FIXES.items() if pattern.search(place.call)), None)
     of_loader = loader_thread_row(run).get("faster") if place.role == "worker" else None
-    return ". ".join(filter(None, [name and HEAVY_PLACE.other_fixes[name], of_loader])) or None
+    grows = None if place.grown is None else HEAVY_PLACE.other_fixes["grows"]
+    return ". ".join(filter(None, [grows, name and HEAVY_PLACE.other_fixes[name], of_loader])) or None
 
 
 def has_workers(run: RunRecords) -> bool:

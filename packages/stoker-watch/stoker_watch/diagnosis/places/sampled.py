@@ -42,6 +42,8 @@ class PlaceTotal(SampledPlace, frozen=True, kw_only=True):
     """The same as a fraction of the lines of its role and rank, before or after the first steps."""
     bursts: int
     """Groups of consecutive lines in which it was seen."""
+    grown: tuple[float, float] | None = None
+    """The fractions of a line of stacks.jsonl that it had at the beginning and at the end, if it takes ever more."""
 
     @property
     def file_and_function(self) -> tuple[str, str]:

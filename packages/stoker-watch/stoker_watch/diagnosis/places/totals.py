@@ -21,6 +21,9 @@ MAX_PLACES = 2000
 """Places of a process that are counted; a job has some hundred."""
 MIN_SHARE = 0.005
 """Fraction of the samples of a tree, or of a thread, below which a place is left out."""
+MIN_TREND, MIN_TREND_ERRORS = 5, 4.0
+"""Lines of stacks.jsonl from which a trend is looked for, and standard errors of its slope from which it is one: of
+many places some would have three by chance."""
 _Z = 1.96
 """Standard errors of a 95 % interval."""
 K = TypeVar("K")
@@ -50,6 +53,37 @@ class _Key(NamedTuple):
 
 
 @dataclasses.dataclass
+class _Trend:
+    """Sums for a straight line through (position of a line of stacks.jsonl, fraction of it that a place had)."""
+
+    count: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+    first: float = math.inf
+    last: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.count, self.first, self.last = self.count + 1, min(self.first, x), max(self.last, x)
+        self.x, self.y, self.xx = self.x + x, self.y + y, self.xx + x * x
+        self.xy, self.yy = self.xy + x * y, self.yy + y * y
+
+    def grown(self) -> tuple[float, float] | None:
+        """The fraction at the beginning and at the end, if it has doubled beyond chance; None: it has not."""
+        count = self.count
+        sxx = self.xx - self.x * self.x / max(1, count)
+        if count < MIN_TREND or sxx <= 0:
+            return None
+        sxy, syy = self.xy - self.x * self.y / count, self.yy - self.y * self.y / count
+        slope, x_mean, y_mean = sxy / sxx, self.x / count, self.y / count
+        error = math.sqrt(max(0.0, syy - slope * sxy) / (count - 2) / sxx)
+        start, end = (max(0.0, y_mean + slope * (x - x_mean)) for x in (self.first, self.last))
+        return (start, end) if slope > MIN_TREND_ERRORS * error and end >= 2 * start else None
+
+
+@dataclasses.dataclass
 class _Count:
     samples: int = 0
     seconds: float = 0.0
@@ -57,8 +91,11 @@ class _Count:
     bursts: int = 0
     leaves: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     callers: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    trend: _Trend = dataclasses.field(default_factory=_Trend)
+    """Of the process that has most samples."""
 
     def add(self, other: "_Count") -> None:
+        self.trend = max(self.trend, other.trend, key=lambda trend: trend.count)
         for name in ("samples", "seconds", "windows", "bursts"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.leaves.update(other.leaves)
@@ -103,7 +140,9 @@ class PlaceCounter:
                 leaves=collections.Counter({place.leaf: place.samples}),
                 callers=collections.Counter({place.callers: place.samples}),
             )
-            process.places.setdefault(key, _Count()).add(count)
+            known = process.places.setdefault(key, _Count())
+            known.add(count)
+            known.trend.add(process.groups[group].windows, place.samples / window.samples)
             seen.add(key)
         process.newest[window.role] = seen
 
@@ -177,7 +216,9 @@ def _make_total(key: _Key, count: _Count, group: _Count) -> PlaceTotal:
     values |= values.pop("group")._asdict() | {"low_s": low * group.seconds, "high_s": high * group.seconds}
     values |= {name: getattr(count, name) for name in ("samples", "seconds", "windows", "bursts")}
     callers, window_fraction = count.callers.most_common(1)[0][0], count.windows / group.windows
-    return PlaceTotal(**values, leaves=dict(count.leaves), callers=callers, window_fraction=window_fraction)
+    return PlaceTotal(
+        **values, leaves=dict(count.leaves), callers=callers, window_fraction=window_fraction, grown=count.trend.grown()
+    )
 
 
 def scale_to_leaves(total: PlaceTotal, leaves: dict[str, int]) -> PlaceTotal:
