@@ -129,7 +129,8 @@ def _stats(stats: DatasetStats) -> Iterator[RenderableType]:
         yield f"`stoker data check {shlex.quote(stats.data)}` shows all problems and how to fix them"
         return
     command = f"stoker train {shlex.quote(stats.data)} {stats.flags}"
-    yield _heading(f"recommended: {command}" if stats.flags else "the defaults fit this dataset")
+    fits = "the defaults train it; the suggestions above may do better" if stats.suggestions else "the defaults fit it"
+    yield _heading(f"recommended: {command}" if stats.flags else fits)
 
 
 def _refused(refusals: Sequence[str]) -> Text:
