@@ -42,7 +42,7 @@ def train(
 
     data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
     run_dir: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished run there is continued.
-    resume: an unfinished run to continue with its own settings; `data` is not needed then.
+    resume: a run to continue with its own settings, a finished one with a longer length; `data` is not needed then.
     accept_changed_data: continue an unfinished run also if images, boxes or class names of its data set changed.
     devices: train on so many devices of this machine, each in a process of its own.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.

@@ -11,7 +11,7 @@ from stoker.cli.launch import launch_app
 from stoker.cli.models import evaluate, export, list_models, predict
 from stoker.cli.planning import check, plan
 from stoker.cli.search import search
-from stoker.cli.train import flags_of, import_pipeline, train, train_help
+from stoker.cli.train import flags_of, import_pipeline, short_help, train
 from stoker.cli.tune import tune
 from stoker.config.flag_names import translate
 from stoker_watch.errors import StokerError
@@ -53,10 +53,11 @@ def prepare(app: App, arguments: list[str]) -> list[str] | None:
     arguments, notes = translate(arguments, lambda words: find_flags(app, words))
     for note in notes:
         print_text(f"stoker: {note}", file=sys.stderr)
-    if arguments[:1] == ["train"] and {"--help", "-h"} & set(arguments):
-        print(train_help(app))
+    name = arguments[0] if arguments else ""
+    if {"--help", "-h"} & set(arguments) and (text := short_help(app, name)) is not None:
+        print(text)
         return None
-    if arguments[:1] == ["train"]:  # of a watched job, the flag is the job's own
+    if name != "watch":  # of a watched job, the flag is the job's own
         arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     return arguments
 

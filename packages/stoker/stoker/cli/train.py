@@ -123,14 +123,18 @@ def join_settings(config: Config, config_file: Path | None, data: str | None, **
     return config if data is None else config.replace(data=data)
 
 
-def train_help(app: App) -> str:
-    """The text of `stoker train --help`: common flags with the first clause of their descriptions, and examples."""
-    command, page = app["train"], read_toml("commands.toml")["train_help"]
+def short_help(app: App, name: str) -> str | None:
+    """The help on one screen of a command that takes the settings of a training: common flags with the first clause of
+    their descriptions, and examples. None: it has none."""
+    page = read_toml("commands.toml")["help"].get(name)
+    if page is None:
+        return None
+    command = app[name]
     arguments = command.assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
     texts = {name: argument.parameter.help or "" for argument in arguments for name in argument.names}
     width = min(110, shutil.get_terminal_size((100, 24)).columns)
     lines = [
-        "Usage: stoker train DATA [--FLAG VALUE …]",
+        f"Usage: {page['usage']}",
         "",
         *textwrap.wrap(page["text"], width),
         "",
@@ -142,7 +146,7 @@ def train_help(app: App) -> str:
     lines += ["", "Examples:"]
     longest = max(map(len, page["examples"]))
     lines += [f"  {example:<{longest}}  # {comment}"[:width] for example, comment in page["examples"].items()]
-    lines += ["", "stoker train --help-all lists all settings; docs/settings.md describes them."]
+    lines += ["", f"stoker {name} --help-all lists all settings; docs/settings.md describes them."]
     return "\n".join(lines)
 
 
