@@ -52,7 +52,7 @@ def diverges_above_a_ninth_of_the_lr(step: int, rate: float) -> bool:
 def assert_same_end(one: Path, two: Path) -> None:
     for name in ("final.safetensors", "best.safetensors"):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
-    ends = [events_of(run, "finished")[0].data for run in (one, two)]
+    ends = [events_of(run, "finished")[0].data["metrics"] for run in (one, two)]
     assert ends[0] == ends[1]
 
 
