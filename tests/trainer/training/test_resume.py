@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker_watch.runs.records import EVENTS, STEPS, read_lines
+from stoker_watch.runs.records import CONFIG, EVENTS, STEPS, read_lines
 from stoker_watch.runs.schemas import Event, StepWindow
 from tests.drawn import draw, run_stoker, stoker
 
@@ -190,6 +190,16 @@ def test_a_finished_run_is_extended(undisturbed: Path, tmp_path: Path):
     code, output = run_stoker("train", "--resume", "killed", "--steps", longer, cwd=tmp_path)  # the same command again
     assert code == 0, output
     assert_same_end(whole, killed)
+
+    between = tmp_path / "between"  # killed after its new length was written, and before the event
+    shutil.copytree(undisturbed, between)
+    written = (between / CONFIG).read_text()
+    changed = written.replace(f'max_duration = "{STEPS_IN_ALL}"', f'max_duration = "{longer}"')
+    assert changed != written
+    (between / CONFIG).write_text(changed)
+    code, output = run_stoker("train", "--resume", "between", "--steps", longer, "--dry-run", cwd=tmp_path)
+    assert code == 0, output
+    assert "continues" in output
 
     for flags, words in (
         (["--steps", longer], "The run is finished: nothing is left to do."),

@@ -189,6 +189,7 @@ EventData = TypedDict("EventData", {
     "exit_code": Annotated[int, msgspec.Meta(gt=-(2**16), lt=2**16)] | None, "extended": _Extended,
     "facts": _Facts, "gpu": Count,
     "handled_error": list[str], "job": _Job, "kernel": list[str], "kernels": _Kernels, "lr": Amount, "measured": Any,
+    "max_duration": Annotated[str, msgspec.Meta(max_length=64)],
     "metrics": _Metrics, "micro_batch_size": Positive, "not_finite": str, "oom_kills": Count, "output_head": Count,
     "output_offset": Count, "pids": list[int], "price_per_device_hour": Amount, "ranks": Positive,
     "recording_ended": str, "restart": _Restart, "rollback_step": Count, "settings": SettingsData, "stages": Positive,

@@ -1,6 +1,7 @@
 """Sums over the records of a run, of all its attempts and ranks. The records themselves: `records.py`."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -139,12 +140,18 @@ def split_by_interval(start: float, end: float, width: float) -> Iterator[tuple[
             yield number, overlap / (end - start)
 
 
+@functools.cache
+def _goodput_names() -> dict[str, str]:
+    """Phase → its name in ml-goodput-measurement."""
+    rows: dict[str, list[str]] = read_toml("report_words.toml")["goodput"]
+    return {phase: name for name, phases in rows.items() for phase in phases}
+
+
 def goodput(phases: Mapping[str, float]) -> dict[str, float]:
     """Seconds by the names of ml-goodput-measurement, of seconds by phase; those of phases that no name has are
     `other`."""
-    names = {phase: name for name, of_name in read_toml("report_words.toml")["goodput"].items() for phase in of_name}
     sums: dict[str, float] = {}
     for phase, duration_s in phases.items():
-        name = names.get(phase, "other")
+        name = _goodput_names().get(phase, "other")
         sums[name] = sums.get(name, 0.0) + duration_s
     return sums

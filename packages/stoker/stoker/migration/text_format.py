@@ -131,11 +131,8 @@ def _find_reason(lines: list[str], number: int) -> tuple[int, str, str] | None:
         return html, "it is a web page around the file", "download the file itself: on GitHub the button Raw"
     if quotes := re.search("[“”‘’«»]", lines[number - 1]):
         cause = f"a typographic quote {quotes[0]}, as web pages and word processors make of straight ones"
-        return (
-            number,
-            cause,
-            f"straight quotes in the whole file: {re.sub('[“”«»]', chr(34), lines[number - 1]).strip()}",
-        )
+        straight = re.sub("[“”«»]", '"', lines[number - 1]).strip()
+        return number, cause, f"straight quotes in the whole file: {straight}"
     before = next((n for n in range(number - 1, 0, -1) if lines[n - 1].partition("#")[0].strip()), None)
     named = re.fullmatch(r"\s*(\w+)\s*:\s*", lines[before - 1].partition("#")[0]) if before is not None else None
     if named is not None and before is not None:

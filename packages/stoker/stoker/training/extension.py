@@ -4,9 +4,8 @@ Weights, optimizer, EMA and the order of the images continue from the last check
 what is added: the learning rate rises from its end to its peak and falls once more, and strong augmentation is used
 until its last part. At the rate at which a schedule ends, further steps change next to nothing: of 300 steps on BCCD
 with 300 more (two seeds, AP 0.389 before), the full peak made 0.422, a third of it 0.406, a tenth 0.395; 600 at once
-0.433.
-The new length, and
-the peak if one is given, become the run's settings; the event `resumed` says since when (`extended`).
+0.433. The new length, and the peak if one is given, become the run's settings; the event `resumed` says since when
+(`extended`).
 """
 
 import shlex
@@ -19,7 +18,7 @@ from stoker.training.state import Extension
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import RunFinished, UsageError
 from stoker_watch.report.format import duration, plural
-from stoker_watch.runs.records import CONFIG, EVENTS, is_finished, read_lines
+from stoker_watch.runs.records import CONFIG, EVENTS, read_lines
 from stoker_watch.runs.schemas import Event
 from stoker_watch.storage.uri import display_path
 
@@ -31,9 +30,12 @@ REWARMING = 0.05
 def extended_settings(path: Path, given: Config, location: object) -> dict[str, Any]:
     """The settings that change if the run `path` is resumed with what the user gives; empty: none. Raises UsageError if
     the run is not finished, or if others are given; RunFinished if it has this length already."""
-    config, _ = from_toml(path / CONFIG)
+    config, finished = from_toml(path / CONFIG)[0], _find_end(path)
+    if finished is not None:  # its own length: that of the settings may be of an extension that a kill has prevented
+        config = config.replace(max_duration=finished.data.get("max_duration", config.run.max_duration))
+    of_run = dict(config.items())
     wanted = {name: value for name, value in given.set_fields().items() if name not in PER_ATTEMPT}
-    changed = {name: value for name, value in wanted.items() if value != dict(config.items())[name]}
+    changed = {name: value for name, value in wanted.items() if value != of_run[name]}
     resume = f"stoker train --resume {location}"
     if others := sorted(changed.keys() - EXTENDABLE):
         flags = ", ".join(f"--{flag_of(name)}" for name in sorted(PER_ATTEMPT))
@@ -43,7 +45,7 @@ def extended_settings(path: Path, given: Config, location: object) -> dict[str, 
             fix=f"{resume}, which may have {flags}, and --epochs, --steps or --max-time if the run is finished; or "
             f"start a new run from its weights: --weights {location}",
         )
-    if not is_finished(path):
+    if finished is None:
         if changed:
             length = " ".join(flag_words("max_duration", config.run.max_duration))
             raise UsageError(
@@ -56,6 +58,12 @@ def extended_settings(path: Path, given: Config, location: object) -> dict[str, 
     if "max_duration" not in changed:
         raise make_run_finished(location, config.run.max_duration)
     return changed
+
+
+def _find_end(path: Path) -> Event | None:
+    """The event `finished` of the run `path`; None: it is unfinished, or was extended since."""
+    ends = [event for event in read_lines(path, EVENTS, Event) if event.kind in ("finished", "resumed")]
+    return ends[-1] if ends and ends[-1].kind == "finished" else None
 
 
 def make_run_finished(location: object, length: str = "") -> RunFinished:
@@ -73,9 +81,9 @@ def make_run_finished(location: object, length: str = "") -> RunFinished:
 def plan_extension(path: Path, config: Config, num_images: int) -> Extension | None:
     """The extension of the run `path`, None if it is unfinished. config: with the new length; num_images: of the
     training split. Raises UsageError if it is no longer than what was trained."""
-    if not is_finished(path):
+    finished = _find_end(path)
+    if finished is None:
         return None
-    finished = [event for event in read_lines(path, EVENTS, Event) if event.kind == "finished"][-1]
     step, trained_s = finished.step or 0, float(finished.data.get("trained_s", 0.0))
     length, batch_size = parse_duration(config.run.max_duration), config.run.batch_size
     steps = total_steps(length, num_images, batch_size)
@@ -93,7 +101,8 @@ def plan_extension(path: Path, config: Config, num_images: int) -> Extension | N
             cause=f"{shlex.join(flag_words('max_duration', config.run.max_duration))} is not longer",
             fix="give a longer length: it is that of the whole run",
         )
-    return Extension(step, trained_s, from_toml(path / CONFIG)[0].run.max_duration, config.run.max_duration)
+    before = finished.data.get("max_duration") or from_toml(path / CONFIG)[0].run.max_duration
+    return Extension(step, trained_s, before, config.run.max_duration)
 
 
 def extended_rate(rate: float, progress: float) -> float:

@@ -30,6 +30,7 @@ from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSe
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.trace import Tracer
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
+from stoker_watch.diagnosis.causes.cause import find_note
 from stoker_watch.durations import parse_duration
 from stoker_watch.errors import CaptureFailed, Preempted, StokerError, StorageError, make_error
 from stoker_watch.recording.ledger import Ledger
@@ -37,8 +38,8 @@ from stoker_watch.recording.telemetry.sampler import TelemetrySampler
 from stoker_watch.runs.evaluation import Metrics
 from stoker_watch.runs.records import BEST, FINAL
 
-HARDLY_BEGUN = 0.2
-"""Fraction of the usual length below which scores say little (heuristic: the rate is near its peak then)."""
+HARDLY_BEGUN = find_note("hardly_begun").threshold("max_fraction")
+"""Fraction of the usual length below which scores say little."""
 MAX_COST = 0.01
 """Fraction of the time that saves may cost where the user set no interval."""
 WRITE_FACTOR = 2.0
@@ -111,8 +112,15 @@ class Training:
                 raise make_error(StorageError, "final-weights-not-saved", run, cause=failure, run=run)
         log_measured_steps(setup, self.log_event)
         self.say_if_hardly_begun()
-        step, found = self.state.step, {"metrics": msgspec.to_builtins(metrics), "trained_s": self.state.trained_s}
-        setup.folder.event("finished", f"{step:,} steps", step=step, **found)
+        step = self.state.step
+        setup.folder.event(
+            "finished",
+            f"{step:,} steps",
+            step=step,
+            metrics=msgspec.to_builtins(metrics),
+            trained_s=self.state.trained_s,
+            max_duration=setup.config.run.max_duration,
+        )
         return metrics
 
     def say_if_hardly_begun(self) -> None:

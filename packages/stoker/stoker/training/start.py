@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.settings import EXTENDABLE, Config, check_config, from_toml
+from stoker.config.settings import EXTENDABLE, PER_ATTEMPT, Config, check_config, from_toml
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.pixel_cache import CachedImageSpec, open_cache
 from stoker.data.index import Index, open_index_of, refuse
@@ -50,7 +50,7 @@ from stoker_watch.durations import parse_duration
 from stoker_watch.errors import CheckpointError
 from stoker_watch.hardware import calibration
 from stoker_watch.hardware.cgroup import host_cores
-from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder, is_finished
+from stoker_watch.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker_watch.runs.schemas import Quarantined
 
 COVERED_IOU = 0.5
@@ -111,9 +111,7 @@ def resolve_run(
 
 def _read_run_config(path: Path, user_config: Config) -> tuple[Config, dict[str, str]]:
     """The settings of a run and the reasons of those that were derived, with what the user gives for this attempt."""
-    changed = user_config.of_attempt()
-    if is_finished(path):
-        changed |= {name: value for name, value in user_config.set_fields().items() if name in EXTENDABLE}
+    changed = {name: value for name, value in user_config.set_fields().items() if name in PER_ATTEMPT | EXTENDABLE}
     config, reasons = from_toml(path / CONFIG)
     config = config.replace(**changed)
     if missing := models.unset_fields(config):

@@ -1,6 +1,6 @@
 """How a place is called in findings."""
 
-import re
+import functools
 from collections.abc import Mapping
 
 from stoker_watch.diagnosis.places.sampled import PlaceTotal
@@ -15,11 +15,15 @@ MAX_ONCE_S = 15.0
 """Time of a window up to which what was seen in one only was done once."""
 
 
+@functools.cache
+def _loader_rows() -> dict[str, dict[str, str]]:
+    rows: dict[str, dict[str, str]] = read_toml("apis.toml")["loader"]
+    return rows
+
+
 def loader_thread_row(run: RunRecords) -> Mapping[str, str]:
     """Row of apis.toml for the thread of a loader that runs the job's code; empty: none does."""
-    rows = read_toml("apis.toml")["loader"].values()
-    found = (row for row in rows if "runs" in row and re.search(row["pattern"], run.loader_thread))
-    return next(found, {})
+    return _loader_rows().get(run.loader_thread, {})
 
 
 def name_role(run: RunRecords, role: str) -> str:

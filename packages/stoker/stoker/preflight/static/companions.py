@@ -24,21 +24,22 @@ def check_companions(image: Image) -> Iterator[Finding]:
                 continue
             asked = other if other and other.minor else None
             known = (*COMPANIONS.newest.get(package.name, {}), *(key for key in row.needs if key[-1].isdigit()))
-            if "numpy_too_new" not in {row.id} & told:
-                told.add(row.id)
-                yield describe(
-                    row.id,
-                    max((package, asked or package), key=image.packages.index).place,
-                    severity="warning" if row.brought_by and not asked else "blocker",
-                    package=package,
-                    release=own[0],
-                    other=other.name if other else row.other[0],
-                    needed=row.needed(own[0]),
-                    found=have[0].removesuffix(".99"),
-                    how=asked.text if asked else f"{other.text if other else 'no limit'}: pip takes the newest",
-                    row=row,
-                    fix=next((one for one in known if row.needed(one) and row.fits(one, have)), "another release"),
-                )
+            if row.id == "numpy_too_new" and row.id in told:
+                continue
+            told.add(row.id)
+            yield describe(
+                row.id,
+                max((package, asked or package), key=image.packages.index).place,
+                severity="warning" if row.brought_by and not asked else "blocker",
+                package=package,
+                release=own[0],
+                other=other.name if other else row.other[0],
+                needed=row.needed(own[0]),
+                found=have[0].removesuffix(".99"),
+                how=asked.text if asked else f"{other.text if other else 'no limit'}: pip takes the newest",
+                row=row,
+                fix=next((one for one in known if row.needed(one) and row.fits(one, have)), "another release"),
+            )
 
 
 def _others(image: Image, row: Companion, other: Package | None) -> list[str]:
